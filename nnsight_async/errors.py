@@ -1,0 +1,125 @@
+"""Every exception of the package.
+
+NNsightError
+├── CaptureError         (RuntimeError)    the body of a `with` cannot be turned into a block
+├── ShippingError        (TypeError)       a value that the block uses cannot travel to the worker
+├── LocationError        (AttributeError)  a path that the model does not have
+├── UnreadableError      (LocationError)   a module that exists but never passes a value we can read
+├── OutsideBlockError    (RuntimeError)    a location touched where no block runs
+├── OutOfOrderError      (RuntimeError)    a location that this step has already passed
+├── NotComputedError     (OutOfOrderError) a location that this step did not reach
+├── GenerationEndedError (OutOfOrderError) a location asked for after the last step
+├── NotATapError         (LocationError)   a location that a tapped engine does not serve
+├── ShapeError           (ValueError)      a replacement with other rows, width or structure
+├── IsolationError       (RuntimeError)    a value that cannot be narrowed to this run's rows
+├── SplitPromptError     (RuntimeError)    a prompt that the scheduler cut in pieces
+├── SaveError            (TypeError)       a value that cannot be saved
+├── NotSavedError        (LookupError)     a name that the block never saved
+├── SaveBudgetError      (RuntimeError)    a run saved more bytes than `max_save_bytes`
+├── BlockError           (RuntimeError)    an exception of the block whose own type cannot be rebuilt here
+├── RunCancelledError    (RuntimeError)    the run was cancelled before the value was there
+├── MainGuardError       (RuntimeError)    a script builds an engine outside `if __name__ == "__main__":`
+├── SurfaceError         (RuntimeError)    the synchronous form used on an async model, or the reverse
+├── EngineStartError     (RuntimeError)    vLLM did not start
+├── UnsupportedError     (NotImplementedError) what vLLM or this version cannot do
+├── EngineClosedError    (RuntimeError)    the model was closed
+└── EngineDeadError      (RuntimeError)    the engine's processes ended
+"""
+
+from __future__ import annotations
+
+
+class NNsightError(Exception):
+    """Base class of every exception that this package raises on its own account."""
+
+
+class CaptureError(NNsightError, RuntimeError):
+    """The body of a `with` cannot be turned into a block; the message says what to write instead."""
+
+
+class ShippingError(NNsightError, TypeError):
+    """A value that the block uses cannot travel to the worker; the message names the variable."""
+
+
+class LocationError(NNsightError, AttributeError):
+    """A path that the model does not have; the message lists the nearest ones."""
+
+
+class UnreadableError(LocationError):
+    """A module that exists but never passes a value that can be read; the message gives the reason."""
+
+
+class NotATapError(LocationError):
+    """A location that was not declared in `taps=` on an engine that replays graphs."""
+
+
+class OutsideBlockError(NNsightError, RuntimeError):
+    """A location was touched in code that does not run as a block."""
+
+
+class OutOfOrderError(NNsightError, RuntimeError):
+    """A location was asked for after the forward pass had gone by it in this step."""
+
+
+class NotComputedError(OutOfOrderError):
+    """A location was waited for and the step ended without reaching it."""
+
+
+class GenerationEndedError(OutOfOrderError):
+    """A location was asked for after the last step of the generation."""
+
+
+class ShapeError(NNsightError, ValueError):
+    """A replacement whose rows, width or structure differ from the value it replaces."""
+
+
+class IsolationError(NNsightError, RuntimeError):
+    """A value that mixes rows of several requests and cannot be narrowed to those of this run."""
+
+
+class SplitPromptError(NNsightError, RuntimeError):
+    """The scheduler ran the prompt in several pieces, so a block cannot see it in one step."""
+
+
+class SaveError(NNsightError, TypeError):
+    """A value of a type that cannot be saved."""
+
+
+class NotSavedError(NNsightError, LookupError):
+    """A name that the block was to save and never did."""
+
+
+class SaveBudgetError(NNsightError, RuntimeError):
+    """A run saved more bytes than its `max_save_bytes`."""
+
+
+class BlockError(NNsightError, RuntimeError):
+    """An exception raised inside a block whose own type cannot be rebuilt in this process."""
+
+
+class RunCancelledError(NNsightError, RuntimeError):
+    """The run was cancelled before the value that was waited for had arrived."""
+
+
+class MainGuardError(NNsightError, RuntimeError):
+    """A script builds an engine outside `if __name__ == "__main__":`."""
+
+
+class SurfaceError(NNsightError, RuntimeError):
+    """The synchronous form was used on an async model, or the other way round."""
+
+
+class EngineStartError(NNsightError, RuntimeError):
+    """vLLM did not start; the message carries its last words."""
+
+
+class UnsupportedError(NNsightError, NotImplementedError):
+    """What vLLM, or this version of the package, cannot do; the message says where it can be done."""
+
+
+class EngineClosedError(NNsightError, RuntimeError):
+    """The model was closed; build a new one."""
+
+
+class EngineDeadError(NNsightError, RuntimeError):
+    """The processes of the engine ended; close the model and build a new one."""

@@ -1,0 +1,91 @@
+"""What the code of a block talks to while it runs."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+
+import greenlet
+
+from nnsight_async.errors import OutsideBlockError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from nnsight_async.interleave.locations import Location
+
+T = TypeVar("T")
+
+
+class BlockContext(Protocol):
+    """The running block's side of the interleaver."""
+
+    def read(self, location: Location) -> Any:
+        """Wait for `location` in this step and return this run's private copy of the value."""
+        ...
+
+    def write(self, location: Location, value: Any) -> None:
+        """Replace the value at `location` in this step."""
+        ...
+
+    def save(self, value: Any, name: str | None = None, label: str | None = None) -> Any:
+        """Mark `value` to be sent to the caller under `name`; `label` serves when there is no name."""
+        ...
+
+    def module(self, path: str) -> torch.nn.Module:
+        """The real module at `path`."""
+        ...
+
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Apply the module at `path` to values of the block, outside the forward pass."""
+        ...
+
+
+class BlockGreenlet(greenlet.greenlet):
+    """A greenlet that runs a block and knows its context."""
+
+    context: BlockContext
+
+
+def running() -> BlockContext | None:
+    """The context of the block that is running in this greenlet, if any."""
+    here = greenlet.getcurrent()
+    return here.context if type(here) is BlockGreenlet else None
+
+
+def current() -> BlockContext:
+    """The context of the running block; `OutsideBlockError` where no block runs."""
+    context = running()
+    if context is None:
+        raise OutsideBlockError(
+            "values of the model can only be read, written or saved inside a block: "
+            "the body of `with model.trace(...)`, or the function given to `model.run(prompt, probe)`"
+        )
+    return context
+
+
+def save(value: T, name: str | None = None) -> T:
+    """Mark `value` to be sent to the caller and return it.
+
+    Tensors, numbers, strings, None, and lists, tuples and dicts of them can be saved. `name` is needed only where the
+    value is not assigned to a variable in the body of the `with`. Raises `SaveError` for other types.
+    """
+    return current().save(value, name)
+
+
+def save_expression(value: Any, name: str | None, label: str | None) -> Any:
+    """What `EXPR.save()` in a block becomes: ours, unless the value has a `save` of its own."""
+    own = getattr(type(value), "save", None)
+    if callable(own):
+        return value.save()
+    return current().save(value, name, label)
+
+
+def named_save(function: Callable[..., Any], value: Any, name: str) -> Any:
+    """What `NAME = save(EXPR)` in a block becomes: the name travels if `function` is one of our saves."""
+    owner = getattr(cast("MethodType", function), "__self__", None)
+    if function is save or getattr(type(owner), "saves_by_name", False):
+        return function(value, name)
+    return function(value)
