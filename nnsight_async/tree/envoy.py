@@ -1,0 +1,169 @@
+"""Paths that the code of a block is written against, in the client and in the worker alike."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Self, overload
+
+from nnsight_async.errors import LocationError, UnreadableError
+from nnsight_async.interleave.context import current, running
+from nnsight_async.interleave.locations import Location
+from nnsight_async.tree.manifest import join
+from nnsight_async.tree.names import expression, missing
+from nnsight_async.tree.render import as_html, as_text
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nnsight_async.tree.manifest import Manifest
+
+ABSENT = object()
+
+
+class ItemError(LocationError, IndexError):
+    """An index past the end of a list of modules."""
+
+
+class Envoy:
+    """The module at one path of a model.
+
+    Children are attributes; items of a list are had by index, slice or iteration. A child whose name is one of the
+    Envoy's own attributes (BERT has one called `output`) is had by its name as an item: `envoy["output"]`. That works
+    for every child. Inside a block any other attribute is the one of the real module.
+    """
+
+    _items: tuple[Self, ...] | None
+
+    def __init__(self, manifest: Manifest, path: str = "") -> None:
+        info = manifest.modules[path]
+        own = self.__dict__
+        own["_manifest"] = manifest
+        own["_path"] = path
+        own["_info"] = info
+        own["_unreadable"] = info.reason
+        own["_named"] = {}
+        own["_items"] = None
+        own["_output"] = Location(path, "output")
+        own["_input"] = Location(path, "input")
+        own["_inputs"] = Location(path, "inputs")
+
+    # What a module passes on
+
+    @property
+    def output(self) -> Any:
+        """What the module returned for this run, a private copy; assign to replace it, or change it in place."""
+        if self._unreadable is not None:
+            raise self._refusal()
+        return current().read(self._output)
+
+    @output.setter
+    def output(self, value: Any) -> None:
+        self._write(self._output, value)
+
+    @property
+    def input(self) -> Any:
+        """The first positional argument of the module; assign to replace it, or change it in place."""
+        if self._unreadable is not None:
+            raise self._refusal()
+        return current().read(self._input)
+
+    @input.setter  # noqa: A003  what every module calls it
+    def input(self, value: Any) -> None:
+        self._write(self._input, value)
+
+    @property
+    def inputs(self) -> Any:
+        """All arguments of the module: `(args, kwargs)`; assign to replace them, or change tensors in place."""
+        if self._unreadable is not None:
+            raise self._refusal()
+        return current().read(self._inputs)
+
+    @inputs.setter
+    def inputs(self, value: Any) -> None:
+        self._write(self._inputs, value)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Apply the module to values of the block, outside the forward pass; `OutsideBlockError` elsewhere."""
+        return current().call(self._path, args, kwargs)
+
+    def _write(self, location: Location, value: Any) -> None:
+        if self._unreadable is not None:
+            raise self._refusal()
+        current().write(location, value)
+
+    def _refusal(self) -> UnreadableError:
+        return UnreadableError(f"{expression(self._path)} ({self._info.cls}) cannot be read: {self._unreadable}")
+
+    # Children
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_info" not in self.__dict__:  # probes of copy, pickle and IPython
+            raise AttributeError(name)
+        if name in self._info.children:
+            child = self.__dict__[name] = self._child(name)
+            return child
+        context = running()
+        value = ABSENT if context is None else getattr(context.module(self._path), name, ABSENT)
+        if value is ABSENT:
+            raise LocationError(missing(self._manifest, self._path, name))
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        declared = getattr(type(self), name, None)
+        if not isinstance(declared, property) or declared.fset is None:
+            where = expression(self._path)
+            raise AttributeError(f"{where}.{name} cannot be set; .output, .input and .inputs can")
+        object.__setattr__(self, name, value)
+
+    @overload
+    def __getitem__(self, key: int | str) -> Self: ...
+    @overload
+    def __getitem__(self, key: slice) -> list[Self]: ...
+    def __getitem__(self, key: int | str | slice) -> Self | list[Self]:
+        if isinstance(key, str):
+            return self._child(key)
+        items = self._items or self._all_items()
+        if isinstance(key, slice):
+            return list(items[key])
+        try:
+            return items[key]
+        except IndexError:
+            where = expression(self._path)
+            raise ItemError(f"{where}[{key}] does not exist: {where} has {len(items)} items") from None
+
+    def __len__(self) -> int:
+        return len(self._items or self._all_items())
+
+    def __iter__(self) -> Iterator[Self]:
+        return iter(self._items or self._all_items())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def _child(self, name: str) -> Self:
+        child = self._named.get(name)
+        if child is None:
+            if name not in self._info.children:
+                raise LocationError(missing(self._manifest, self._path, name))
+            child = self._named[name] = type(self)(self._manifest, join(self._path, name))
+        return child
+
+    def _all_items(self) -> tuple[Self, ...]:
+        if not self._info.is_list:
+            children = ", ".join(self._info.children) or "none"
+            raise TypeError(f"{expression(self._path)} is a {self._info.cls}, not a list; its children: {children}")
+        items = self.__dict__["_items"] = tuple(self._child(name) for name in self._info.children)
+        return items
+
+    # How it shows
+
+    def __dir__(self) -> list[str]:
+        return sorted({*object.__dir__(self), *(name for name in self._info.children if name.isidentifier())})
+
+    def __repr__(self) -> str:
+        return as_text(self._manifest, self._path)
+
+    def _repr_html_(self) -> str:
+        return as_html(self._manifest, self._path)
+
+    def __block_reference__(self) -> tuple[str, ...]:
+        return ("module", self._path)

@@ -1,0 +1,92 @@
+"""The module tree of a model as data: what a client knows about a model that it does not hold."""
+
+from __future__ import annotations
+
+import msgspec
+
+FORMAT = 1  # part of every cache key: raise it when a field changes
+
+
+class ParameterInfo(msgspec.Struct, frozen=True):
+    """A parameter of one module.
+
+    `shape` is this rank's shard and `full_shape` the whole tensor; they differ along `shard_dim` alone, which is None
+    where the parameter is not split. `dtype` is torch's name without the prefix: `"bfloat16"`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    full_shape: tuple[int, ...]
+    shard_dim: int | None = None
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds a part of the tensor only."""
+        return self.full_shape != self.shape
+
+
+class ModuleInfo(msgspec.Struct, frozen=True):
+    """A module of the tree.
+
+    `entries` and `exits` are the places of the module's calls in the order of one forward pass: one counter goes up at
+    every entry and every exit of any module. They are empty if the module was not called, or nothing was recorded.
+    A module object with several paths has the calls of all of them under the first, and under each of the `aliases`
+    (whose `alias_of` is the first path) the calls made by the parent in that path.
+    """
+
+    path: str
+    cls: str
+    qualified: str
+    bases: tuple[str, ...] = ()
+    children: tuple[str, ...] = ()
+    parameters: tuple[ParameterInfo, ...] = ()
+    is_list: bool = False
+    extra: str = ""
+    reachable: bool = True
+    reason: str | None = None
+    entries: tuple[int, ...] = ()
+    exits: tuple[int, ...] = ()
+    alias_of: str | None = None
+    aliases: tuple[str, ...] = ()
+    torch_hooks: bool = True
+    """Whether the class goes through `torch.nn.Module.__call__`, so that forward hooks fire."""
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """The tree of one model: `modules` by path in the order of `named_modules`, the root under `""`.
+
+    `recorded` says whether `entries` and `exits` are known, and with them which modules a forward pass calls.
+    """
+
+    repo: str
+    vllm_version: str
+    modules: dict[str, ModuleInfo]
+    recorded: bool = False
+
+    @property
+    def root(self) -> ModuleInfo:
+        """The model itself."""
+        return self.modules[""]
+
+    def encode(self) -> bytes:
+        """The manifest as MessagePack."""
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Manifest:
+        """The manifest that `encode` wrote; raises `msgspec.DecodeError` for anything else."""
+        return _decoder.decode(data)
+
+
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
+def join(path: str, name: str) -> str:
+    """The path of the child `name` of the module at `path`."""
+    return f"{path}.{name}" if path else name
