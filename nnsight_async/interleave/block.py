@@ -1,0 +1,238 @@
+"""One run's block: a greenlet that parks on locations and steps, and is woken there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import greenlet
+import torch
+
+from nnsight_async.errors import (
+    GenerationEndedError,
+    NNsightError,
+    OutOfOrderError,
+    UnreadableError,
+)
+from nnsight_async.interleave.context import BlockGreenlet
+from nnsight_async.interleave.locations import Location
+from nnsight_async.interleave.modes import Modes
+from nnsight_async.interleave.saving import Saves
+from nnsight_async.interleave.tracer import Tracer
+
+if TYPE_CHECKING:
+    from nnsight_async.interleave.interleaver import Interleaver
+    from nnsight_async.interleave.rows import Private, Slab, Span, Written
+
+PATIENCE = 100
+"""How often a block that catches the errors thrown into it may wait for what cannot come, before it is unwound."""
+
+MODES_CHANGED = (
+    "a block waited for a location, or ended, with a mode of torch switched (inference mode, autocast, a default device or "
+    "dtype, ...); close every `with torch....:` before the next location is read"
+)
+
+Program = Callable[[Any, Tracer], object]
+
+
+class _Stop(BaseException):
+    """Unwinds a block that called `tracer.stop()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStart:
+    """Waiting for a step to begin."""
+
+    number: int
+
+
+@dataclass(slots=True)
+class Visit:
+    """A block at a location: the batch's value, this run's rows of it, and what the block made of them."""
+
+    event: Location
+    slab: Slab
+    span: Span
+    private: Private | None = None
+    value: Any = None
+    replacement: Written | None = None
+
+    def get(self) -> Any:
+        if self.private is None and self.replacement is None:
+            self.private = self.slab.take(self.span)
+            self.value = self.private.value
+        return self.value
+
+    def set(self, value: Any) -> None:
+        self.replacement = self.slab.checked(self.span, value, self.private)
+        self.value = value
+
+    def commit(self) -> Written:
+        """Write what the block put here, or changed in place, back to the batch, and return it."""
+        if self.replacement is None and self.private is not None and self.private.changed():
+            self.replacement = self.slab.checked(self.span, self.value, self.private)
+        if self.replacement:
+            self.slab.put(self.span.start, self.replacement)
+        return self.replacement or []
+
+
+class BlockRun:
+    """A block and where it stands. It is the `BlockContext` of the code that runs in its greenlet."""
+
+    def __init__(self, key: int, program: Program, interleaver: Interleaver, prompt_rows: int, budget: int) -> None:
+        self.key = key
+        self.prompt_rows = prompt_rows
+        self.position = 0
+        self.step = -1
+        self.next_step = 0
+        self.saves = Saves(budget)
+        self.error: BaseException | None = None
+        self.stopped = False
+        self.finished = False
+        self.reported = False
+        self.ended = False
+        self.waits: Location | StepStart | None = StepStart(0)
+        self.visit: Visit | None = None
+        self.clock = -1
+        self.span: Span | None = None
+        self._interleaver = interleaver
+        self._program = program
+        self._greenlet = BlockGreenlet(self._main)
+        self._greenlet.context = self
+
+    # -- driven by the interleaver ---------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """A forward pass with new rows of this run begins."""
+        self.step += 1
+        self.clock = -1
+        self.visit = None
+        if isinstance(self.waits, StepStart) and self.waits.number <= self.step:
+            self.resume()
+
+    def resume(self, value: Any = True) -> None:
+        """Let the block run until it waits again or ends."""
+        self._enter(lambda: self._greenlet.switch(value))
+
+    def throw(self, error: BaseException) -> None:
+        """Raise `error` in the block, at the line where it waits."""
+        if self._greenlet:
+            self._enter(lambda: self._greenlet.throw(error))
+        else:
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the block with `error`, which it is not given a chance to handle."""
+        self.kill()
+        self.error = error
+
+    def end(self) -> None:
+        """The generation is over: loops over steps end, what follows them runs, and no location comes any more."""
+        self.ended, self.visit = True, None
+        for _ in range(PATIENCE):
+            if self.finished or self.waits is None:
+                return
+            if isinstance(self.waits, StepStart):
+                self.resume(False)
+            else:
+                self.throw(GenerationEndedError(f"{self.waits} was asked for after the last step of the generation"))
+        self.kill()
+
+    def kill(self) -> None:
+        """Unwind the block without letting it go on."""
+        if self._greenlet:
+            self._greenlet.parent = greenlet.getcurrent()
+            self._greenlet.throw(greenlet.GreenletExit)
+        self.finished, self.waits = True, None
+
+    def _enter(self, switch: Callable[[], object]) -> None:
+        before = Modes.now()
+        self.waits = None
+        self._greenlet.parent = greenlet.getcurrent()
+        switch()
+        if Modes.now() != before:
+            self.fail(NNsightError(MODES_CHANGED))
+            before.restore()
+
+    def _main(self, _: Any = None) -> None:
+        try:
+            self._program(self._interleaver.model, Tracer(self))
+        except (_Stop, greenlet.GreenletExit):
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.finished = True
+
+    # -- called by the block ---------------------------------------------------------------------------------------
+
+    def read(self, location: Location) -> Any:
+        value = self._at(location).get()
+        if location.kind == "input":
+            args, kwargs = value
+            return args[0] if args else next(iter(kwargs.values()), None)
+        return value
+
+    def write(self, location: Location, value: Any) -> None:
+        visit = self._at(location)
+        if location.kind == "input":
+            args, kwargs = visit.get()
+            if args:
+                args = (value, *args[1:])
+            else:
+                kwargs = {**kwargs, next(iter(kwargs)): value}
+            value = (args, kwargs)
+        visit.set(value)
+
+    def save(self, value: Any, name: str | None = None, label: str | None = None) -> Any:
+        self.saves.add(name or label or "save", value)
+        return value
+
+    def module(self, path: str) -> torch.nn.Module:
+        return self._interleaver.module(path)
+
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._interleaver.call(path, args, kwargs)
+
+    def stop(self) -> NoReturn:
+        self.stopped = True
+        raise _Stop
+
+    def reach(self, step: int) -> bool:
+        """Wait for `step` to begin; False if the generation ends first."""
+        if step > self.step:
+            if self.ended:
+                return False
+            if not self._park(StepStart(step)):
+                return False
+        self.next_step = step + 1
+        return True
+
+    def _at(self, location: Location) -> Visit:
+        event = self._interleaver.event(location)
+        visit = self.visit
+        if visit is None or visit.event != event:
+            self._check(event, location)
+            self._park(event)
+            visit = self.visit
+            assert visit is not None
+        return visit
+
+    def _check(self, event: Location, asked: Location) -> None:
+        if self.ended:
+            raise GenerationEndedError(f"{asked} was asked for after the last step of the generation")
+        reason = self._interleaver.unreadable(event)
+        if reason:
+            raise UnreadableError(f"{asked} cannot be read: {reason}")
+        if self._interleaver.order.after(event, self.clock) is None:
+            raise OutOfOrderError(
+                f"{asked} has already been passed in step {self.step}: a block reads locations in the order in which the "
+                "model computes them; read it earlier, or in the next step of `for step in tracer.iter[:]`"
+            )
+
+    def _park(self, wanted: Location | StepStart) -> Any:
+        self.waits = wanted
+        parent = self._greenlet.parent
+        assert parent is not None
+        return parent.switch()

@@ -1,0 +1,215 @@
+"""Blocks and the forward pass, turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from nnsight_async.errors import LocationError, NotComputedError, SplitPromptError, UnsupportedError
+from nnsight_async.interleave.block import PATIENCE, BlockRun, Visit
+from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
+from nnsight_async.interleave.order import UNKNOWN, Order
+from nnsight_async.interleave.rows import Batch, Slab, Span
+from nnsight_async.interleave.sites import Sites
+from nnsight_async.interleave.writes import WriteLog
+
+
+class Report(Protocol):
+    """Where the state of a run goes at the end of each of its steps."""
+
+    def __call__(self, run: BlockRun) -> None: ...
+
+
+class Interleaver:
+    """Wakes blocks where they wait. One per worker; all of it runs on the thread of the forward pass."""
+
+    def __init__(
+        self,
+        root: torch.nn.Module,
+        order: Order,
+        report: Report,
+        model: object = None,
+        unreadable: Mapping[str, str] | None = None,
+        aliases: Mapping[str, str] | None = None,
+    ) -> None:
+        self.order = order
+        self.model = model
+        self.waiting: dict[Location, list[BlockRun]] = {}
+        self.sites = Sites(root, self)
+        self._report = report
+        self._unreadable = unreadable or {}
+        self._aliases = aliases or {}
+        self._present: list[BlockRun] = []
+        self._batch = Batch(0, False)
+        self._spans: dict[BlockRun, Span] = {}
+        self._running = False
+        self._log = WriteLog()
+
+    # -- driven by the worker --------------------------------------------------------------------------------------
+
+    def begin_step(self, spans: Mapping[BlockRun, Span], batch: Batch) -> None:
+        """A forward pass over `batch` begins; `spans` says where the rows of each live run lie in it."""
+        if self._present:
+            self.end_step()
+        self._batch, self._spans = batch, dict(spans)
+        for run, span in spans.items():
+            for event in self._log.replay(run, span):
+                self._want(event)
+            if span.rows:
+                self._begin(run, span)
+
+    def begin_sampling(self, spans: Mapping[BlockRun, Span], batch: Batch) -> None:
+        """From here on, values have one row per request instead of one per token."""
+        self._batch, self._spans = batch, dict(spans)
+
+    def fire(self, event: Location, value: Any) -> Any:
+        """The forward pass is at `event` with `value`; returns what it goes on with."""
+        if self._running:
+            return value
+        runs = self.waiting.pop(event)
+        self._release(event)
+        slab = Slab(value, self._batch, event)
+        for run in self._log.replaying(event):
+            self._log.apply(run, event, slab)
+        for run in runs:
+            self._visit(run, event, slab)
+        if self._log.replaying(event):
+            self._want(event)
+        return slab.value
+
+    def end_step(self) -> None:
+        """The forward pass and the sampling are over."""
+        for event in self._log.finish():
+            self._drop(event)
+        for run in self._present:
+            self._settle(run)
+            self._report(run)
+        self._present = []
+
+    def end(self, run: BlockRun) -> None:
+        """The request of `run` is over."""
+        self._forget(run)
+        self._guarded(run.end)
+        self._forget(run)
+        self._log.forget(run)
+        self._report(run)
+
+    # -- asked by blocks -------------------------------------------------------------------------------------------
+
+    def event(self, location: Location) -> Location:
+        """The passage at which `location` is served; a module with two paths is served under the first."""
+        path = self._aliases.get(location.path, location.path)
+        kind = "inputs" if location.kind == "input" else location.kind
+        if path == location.path and kind == location.kind:
+            return location
+        return Location(path, kind)
+
+    def unreadable(self, event: Location) -> str | None:
+        """Why nothing passes at `event`, if nothing does."""
+        return self._unreadable.get(event.path) if event.path else None
+
+    def module(self, path: str) -> torch.nn.Module:
+        module = self.sites.module(path)
+        if module is None:
+            raise LocationError(f"the model has no module {path!r}")
+        return module
+
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self.module(path)
+        if any(hasattr(part, "kv_cache") for part in module.modules()):
+            raise UnsupportedError(
+                f"{path} holds an attention layer, which writes the key-value cache of the requests in this step; "
+                "only modules without attention can be applied inside a block"
+            )
+        return module(*args, **kwargs)
+
+    # -- the turns -------------------------------------------------------------------------------------------------
+
+    def _begin(self, run: BlockRun, span: Span) -> None:
+        if run.step < 0 and (span.position or span.rows < run.prompt_rows):
+            run.fail(_split(run, span))
+        run.position = span.position + span.replayed + span.rows
+        self._present.append(run)
+        if not run.finished:
+            self._guarded(run.begin)
+            self._enlist(run)
+
+    def _visit(self, run: BlockRun, event: Location, slab: Slab) -> None:
+        span = self._spans[run]
+        run.clock = max(run.clock, self.order.after(event, run.clock) or UNKNOWN)
+        visit = run.visit = Visit(event, slab, span)
+        self._guarded(run.resume)
+        self._commit(run, visit)
+        self._enlist(run)
+
+    def _commit(self, run: BlockRun, visit: Visit) -> None:
+        try:
+            written = visit.commit()
+        except Exception as error:  # a private copy whose shape the block changed behind our back
+            run.fail(error)
+            return
+        if written and visit.event not in (LOGITS, SAMPLES):
+            self._log.add(run, visit.event, visit.span, written)
+
+    def _settle(self, run: BlockRun) -> None:
+        """At the end of a step nobody may wait for it any more."""
+        for _ in range(PATIENCE):
+            if run.finished or not isinstance(run.waits, Location):
+                return
+            event = run.waits
+            self._forget(run)
+            error = NotComputedError(
+                f"{event} did not come in step {run.step}: the forward pass ended without it after the last location that "
+                "this block had read (it lies before that one, or the model did not use the module in this step)"
+            )
+            self._guarded(lambda error=error: run.throw(error))
+            if isinstance(run.waits, Location) and not run.finished:
+                self._enlist(run)
+        self._forget(run)
+        run.kill()
+
+    def _guarded(self, enter: Callable[[], None]) -> None:
+        """Run block code; modules that it applies itself are not reported to other blocks."""
+        self._running = True
+        try:
+            enter()
+        finally:
+            self._running = False
+
+    # -- who waits where -------------------------------------------------------------------------------------------
+
+    def _enlist(self, run: BlockRun) -> None:
+        if isinstance(run.waits, Location) and not run.finished:
+            self._want(run.waits).append(run)
+
+    def _want(self, event: Location) -> list[BlockRun]:
+        runs = self.waiting.get(event)
+        if runs is None:
+            runs = self.waiting[event] = []
+            if event.path:
+                self.sites.want(event.path)
+        return runs
+
+    def _release(self, event: Location) -> None:
+        if event.path:
+            self.sites.release(event.path)
+
+    def _forget(self, run: BlockRun) -> None:
+        if isinstance(run.waits, Location) and run in self.waiting.get(run.waits, ()):
+            self.waiting[run.waits].remove(run)
+            self._drop(run.waits)
+
+    def _drop(self, event: Location) -> None:
+        if not self.waiting.get(event, True):
+            del self.waiting[event]
+            self._release(event)
+
+
+def _split(run: BlockRun, span: Span) -> SplitPromptError:
+    return SplitPromptError(
+        f"the scheduler ran rows {span.position} to {span.position + span.rows} of a prompt of {run.prompt_rows} tokens, and "
+        "a block must see its prompt in one step; build the engine with enable_chunked_prefill=False (the default), or raise "
+        "max_num_batched_tokens above the prompt's length"
+    )

@@ -1,0 +1,37 @@
+"""Modes of torch that live in the thread: a block must not leave one switched on when it hands the thread back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Modes:
+    """The state that vLLM's forward pass depends on and that code of a block could change (torch 2.11, 2.13)."""
+
+    inference: bool
+    functions: int
+    dispatchers: int
+    autocast: bool
+    dtype: torch.dtype
+
+    @classmethod
+    def now(cls) -> Modes:
+        return cls(
+            torch.is_inference_mode_enabled(),
+            torch._C._len_torch_function_stack(),
+            torch._C._len_torch_dispatch_stack(),
+            torch.is_autocast_enabled("cpu"),
+            torch.get_default_dtype(),
+        )
+
+    def restore(self) -> None:
+        """Undo what a block left behind that no `with` undoes, such as `torch.set_default_device`."""
+        while torch._C._len_torch_function_stack() > self.functions:
+            torch._C._pop_torch_function_stack()
+        while torch._C._len_torch_dispatch_stack() > self.dispatchers:
+            torch._C._pop_torch_dispatch_stack()
+        torch.set_autocast_enabled("cpu", self.autocast)
+        torch.set_default_dtype(self.dtype)

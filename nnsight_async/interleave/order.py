@@ -1,0 +1,28 @@
+"""The order in which one forward pass goes by the locations, as recorded at boot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
+
+UNKNOWN = -1
+_LAST = 1 << 60
+
+
+class Order:
+    """Event indices by location; a module called several times in a pass has several."""
+
+    def __init__(self, entries: Mapping[str, tuple[int, ...]], exits: Mapping[str, tuple[int, ...]]) -> None:
+        self._indices: dict[Location, tuple[int, ...]] = {LOGITS: (_LAST,), SAMPLES: (_LAST + 1,)}
+        for path, indices in entries.items():
+            self._indices[Location(path, "inputs")] = indices
+        for path, indices in exits.items():
+            self._indices[Location(path, "output")] = indices
+
+    def after(self, event: Location, clock: int) -> int | None:
+        """Index of the next passage after `clock`; None when the last one has gone by, UNKNOWN when none was recorded."""
+        indices = self._indices.get(event)
+        if not indices:
+            return UNKNOWN
+        return next((index for index in indices if index > clock), None)

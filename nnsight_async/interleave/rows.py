@@ -1,0 +1,204 @@
+"""Rows of one run inside tensors that a whole batch shares: private copies out, checked replacements in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from nnsight_async.errors import IsolationError, ShapeError
+
+
+Written = list[tuple[tuple[Any, ...], torch.Tensor]]
+"""Rows to write, each with its path in the structure of the value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where the rows of one run lie in this forward pass.
+
+    Rows `[start, stop)` are new to the run. The `replayed` rows before `start` are computed again after a preemption;
+    `position` is the absolute token position of the first row of all, replayed ones included.
+    """
+
+    start: int
+    stop: int
+    replayed: int = 0
+    position: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(slots=True)
+class Batch:
+    """The rows of a phase: `rows` in all (padding included), shared by several requests or not."""
+
+    rows: int
+    shared: bool
+
+
+@dataclass(slots=True)
+class Private:
+    """What one run was handed: its copy of a value, and the versions of its tensors at that moment.
+
+    Copies are made outside inference mode, because only ordinary tensors count their in-place changes
+    (`torch.Tensor._version`, torch 2.13).
+    """
+
+    value: Any
+    versions: dict[int, int] = field(default_factory=dict[int, int])
+    tensors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+    def changed(self) -> bool:
+        return any(tensor._version != self.versions[id(tensor)] for tensor in self.tensors)
+
+    def untouched(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is one of the copies and still as it was handed out."""
+        version = self.versions.get(id(tensor))
+        return version is not None and version == tensor._version
+
+
+class Slab:
+    """The value at a location for the whole batch. Writing never touches the original tensors.
+
+    Others may hold the same tensors (a residual stream, a module that returns its input), so the first write to a tensor
+    replaces it by a clone; every later write of this event goes to that clone.
+    """
+
+    def __init__(self, value: Any, batch: Batch, place: object) -> None:
+        self.value = value
+        self.batch = batch
+        self.place = place
+        self._ours: set[int] = set()
+
+    def take(self, span: Span) -> Private:
+        """A private copy of this run's rows, in the structure of the value."""
+        private = Private(None)
+        with torch.inference_mode(False):
+            private.value = self._copy(self.value, span, private)
+        return private
+
+    def checked(self, span: Span, value: Any, private: Private | None) -> Written:
+        """What writing `value` over this run's rows would write; `ShapeError` if it does not fit."""
+        written: Written = []
+        self._check(self.value, value, span, private, (), written)
+        return written
+
+    def put(self, start: int, written: Written) -> None:
+        """Write checked rows at row `start`."""
+        for path, rows in written:
+            self.value = self._replace(self.value, path, start, rows)
+
+    def _copy(self, value: Any, span: Span, private: Private) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self._copy_tensor(value, span, private)
+        if isinstance(value, (tuple, list)):
+            return _rebuild(value, [self._copy(item, span, private) for item in cast("list[Any]", value)])
+        if isinstance(value, Mapping):
+            return {key: self._copy(item, span, private) for key, item in cast("Mapping[Any, Any]", value).items()}
+        return value
+
+    def _copy_tensor(self, tensor: torch.Tensor, span: Span, private: Private) -> torch.Tensor:
+        copy = tensor.clone() if self._whole(tensor) else tensor[span.start : span.stop].clone()
+        private.versions[id(copy)] = copy._version
+        private.tensors.append(copy)
+        return copy
+
+    def _whole(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor is not laid out by rows, and may be handed out because the run is alone in the step."""
+        if tensor.ndim and tensor.shape[0] == self.batch.rows:
+            return False
+        if self.batch.shared and tensor.ndim:
+            raise IsolationError(
+                f"{self.place} holds a tensor of shape {tuple(tensor.shape)}, which is not laid out by the "
+                f"{self.batch.rows} rows of this step; it mixes several requests and cannot be narrowed to one"
+            )
+        return True
+
+    def _check(
+        self,
+        ours: Any,
+        given: Any,
+        span: Span,
+        private: Private | None,
+        path: tuple[Any, ...],
+        written: Written,
+    ) -> None:
+        if isinstance(ours, torch.Tensor):
+            if not (isinstance(given, torch.Tensor) and private is not None and private.untouched(given)):
+                written.append((path, self._checked_tensor(ours, given, span)))
+        elif isinstance(ours, (tuple, list)):
+            items = cast("list[Any]", ours)
+            if not isinstance(given, (tuple, list)) or len(cast("list[Any]", given)) != len(items):
+                raise ShapeError(f"{self.place} is {_outline(ours)}; it cannot be replaced by {_outline(given)}")
+            for index, (mine, new) in enumerate(zip(items, cast("list[Any]", given), strict=True)):
+                self._check(mine, new, span, private, (*path, index), written)
+        elif isinstance(ours, Mapping):
+            mapping = cast("Mapping[Any, Any]", ours)
+            if not isinstance(given, Mapping) or set(cast("Mapping[Any, Any]", given)) != set(mapping):
+                raise ShapeError(f"{self.place} is {_outline(ours)}; it cannot be replaced by {_outline(given)}")
+            for key, mine in mapping.items():
+                self._check(mine, given[key], span, private, (*path, key), written)
+        elif given is not ours and not _same(given, ours):
+            raise ShapeError(
+                f"{self.place}: {_outline(ours)} cannot be replaced by {_outline(given)}; only tensors can be replaced, "
+                "since everything else is shared by all requests of the step"
+            )
+
+    def _checked_tensor(self, ours: torch.Tensor, given: Any, span: Span) -> torch.Tensor:
+        wanted = tuple(ours.shape) if self._whole(ours) else (span.rows, *ours.shape[1:])
+        if not isinstance(given, torch.Tensor):
+            raise ShapeError(f"{self.place} takes a tensor of shape {wanted}, not {_outline(given)}")
+        if tuple(given.shape) != wanted:
+            raise ShapeError(
+                f"{self.place}: this run owns {span.rows} row{'s' * (span.rows != 1)} of it, so a replacement has "
+                f"shape {wanted}; the one given has {tuple(given.shape)}"
+            )
+        if not torch.can_cast(given.dtype, ours.dtype):
+            raise ShapeError(f"{self.place} holds {ours.dtype}; {given.dtype} does not convert to it safely")
+        return given.detach()
+
+    def _replace(self, value: Any, path: tuple[Any, ...], start: int, rows: torch.Tensor) -> Any:
+        if not path:
+            return self._written(value, start, rows)
+        index, rest = path[0], path[1:]
+        if isinstance(value, Mapping):
+            return {**value, index: self._replace(value[index], rest, start, rows)}
+        items = list(value)
+        items[index] = self._replace(items[index], rest, start, rows)
+        return _rebuild(value, items)
+
+    def _written(self, tensor: torch.Tensor, start: int, rows: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._ours:
+            tensor = tensor.clone()
+            self._ours.add(id(tensor))
+        target = tensor if self._whole(tensor) else tensor[start : start + rows.shape[0]]
+        target.copy_(rows)
+        return tensor
+
+
+def _rebuild(like: Any, items: list[Any]) -> Any:
+    """A tuple, named tuple or list like `like` with other items."""
+    kind = type(like)
+    if hasattr(kind, "_fields"):
+        return kind(*items)
+    return kind(items)
+
+
+def _same(given: Any, ours: Any) -> bool:
+    return type(given) is type(ours) and isinstance(ours, (int, float, str, bool)) and given == ours
+
+
+def _outline(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        parts = ", ".join(_outline(item) for item in cast("list[Any]", value))
+        return f"a {type(value).__name__} of {len(cast('list[Any]', value))} ({parts})"
+    if isinstance(value, Mapping):
+        return f"a dict with the keys {list(cast('Mapping[Any, Any]', value))}"
+    return "None" if value is None else f"a {type(value).__name__}"

@@ -1,0 +1,125 @@
+"""What a block has saved in a step, as entries that can be sent home."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import torch
+
+from nnsight_async.errors import SaveBudgetError, SaveError
+
+Operation = Literal["set", "extend", "update"]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One change of a saved name: set it, extend the list it holds, or update the dict it holds."""
+
+    name: str
+    operation: Operation
+    value: Any
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A saved list or dict, with the items that have been sent."""
+
+    container: list[Any] | dict[Any, Any]
+    sent: list[Any]
+
+
+@dataclass(slots=True)
+class Saves:
+    """The saves of one run. A tensor is sent once, at the end of the step that saved it; a list or dict is followed from
+    step to step and only what was added is sent."""
+
+    budget: int
+    spent: int = 0
+    _fresh: dict[str, Any] = field(default_factory=dict[str, Any])
+    _tracked: dict[str, _Tracked] = field(default_factory=dict[str, _Tracked])
+
+    def add(self, name: str, value: Any) -> None:
+        check(value, name)
+        self._tracked.pop(name, None)
+        self._fresh[name] = value
+
+    def collect(self) -> list[Entry]:
+        """Entries for all that was saved or added since the last call; `SaveBudgetError` past the budget."""
+        entries = [entry for name, tracked in self._tracked.items() for entry in _added(name, tracked)]
+        entries += [self._first(name, value) for name, value in self._fresh.items()]
+        self._fresh.clear()
+        for entry in entries:
+            check(entry.value, entry.name)
+            self.spent += size(entry.value)
+        if self.spent > self.budget:
+            raise SaveBudgetError(
+                f"this run has saved {self.spent:,} bytes, more than max_save_bytes={self.budget:,}; save less (fewer rows, "
+                "fewer steps, a reduction of the value) or give the run a larger max_save_bytes"
+            )
+        return entries
+
+    @property
+    def empty(self) -> bool:
+        return not self._fresh and not self._tracked
+
+    def _first(self, name: str, value: Any) -> Entry:
+        if isinstance(value, (list, dict)):
+            container = cast("list[Any] | dict[Any, Any]", value)
+            self._tracked[name] = _Tracked(container, _items(container))
+            return Entry(name, "set", container.copy())
+        return Entry(name, "set", value)
+
+
+def _items(container: list[Any] | dict[Any, Any]) -> list[Any]:
+    """The items by which growth is seen; nested containers count as changed each time, since they may grow unseen."""
+    if isinstance(container, list):
+        return [_mark(item) for item in container]
+    return [part for key, item in container.items() for part in (key, _mark(item))]
+
+
+def _mark(item: Any) -> Any:
+    return object() if isinstance(item, (list, dict)) else item
+
+
+def _added(name: str, tracked: _Tracked) -> list[Entry]:
+    now, before = _items(tracked.container), tracked.sent
+    if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+        return []
+    grown = len(now) > len(before) and all(a is b for a, b in zip(now, before, strict=False))
+    tracked.sent = now
+    if not grown:
+        return [Entry(name, "set", tracked.container.copy())]
+    if isinstance(tracked.container, list):
+        return [Entry(name, "extend", tracked.container[len(before) :])]
+    fresh = list(tracked.container.items())[len(before) // 2 :]
+    return [Entry(name, "update", dict(fresh))]
+
+
+def check(value: Any, name: str) -> None:
+    """Raise `SaveError` for a value of a type that cannot be sent."""
+    if value is None or isinstance(value, (torch.Tensor, bool, int, float, str, bytes)):
+        return
+    if isinstance(value, (list, tuple)):
+        for item in cast("list[Any]", value):
+            check(item, name)
+    elif isinstance(value, dict):
+        for key, item in cast("dict[Any, Any]", value).items():
+            check(key, name)
+            check(item, name)
+    else:
+        raise SaveError(
+            f"{name!r} holds a {type(value).__qualname__}, which cannot be saved; save tensors, numbers, strings, None, or "
+            "lists, tuples and dicts of them"
+        )
+
+
+def size(value: Any) -> int:
+    """Bytes that the tensors and strings of a value take."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, (list, tuple)):
+        return sum(size(item) for item in cast("list[Any]", value))
+    if isinstance(value, dict):
+        return sum(size(item) for item in cast("dict[Any, Any]", value).values())
+    return len(value) if isinstance(value, (str, bytes)) else 8

@@ -1,0 +1,102 @@
+"""Entering modules: while some block waits at or below a module, its `forward` reports entry and exit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from nnsight_async.interleave.locations import Location
+
+
+class Listener(Protocol):
+    """What is told of values that pass."""
+
+    waiting: dict[Location, Any]
+
+    def fire(self, event: Location, value: Any) -> Any: ...
+
+
+class Sites:
+    """Puts a reporting `forward` on a module while it is needed, and takes it away after.
+
+    An attribute of the instance is used, not a torch hook: classes under vLLM's `support_torch_compile` bypass their
+    hooks even in eager mode (vLLM 0.32, 0.33), and a hook added while its module runs is not seen any more.
+    Ancestors are entered too, because a block that waits inside a module may next ask for that module's own output.
+    """
+
+    def __init__(self, root: torch.nn.Module, listener: Listener) -> None:
+        self._modules = dict(root.named_modules(remove_duplicate=False))
+        self._listener = listener
+        self._wanted: dict[str, int] = {}
+        self._chains: dict[str, tuple[str, ...]] = {}
+        self._previous: dict[str, Any] = {}
+        self._reporting: dict[str, Callable[..., Any]] = {}
+
+    @property
+    def entered(self) -> int:
+        """How many modules carry a reporting `forward` now."""
+        return len(self._wanted)
+
+    def module(self, path: str) -> torch.nn.Module | None:
+        return self._modules.get(path)
+
+    def want(self, path: str) -> None:
+        """Someone waits at `path`: enter it and its ancestors."""
+        for link in self._chain(path):
+            count = self._wanted.get(link, 0)
+            self._wanted[link] = count + 1
+            if not count:
+                self._enter(link)
+
+    def release(self, path: str) -> None:
+        """One who waited at `path` does no more."""
+        for link in self._chain(path):
+            count = self._wanted[link] - 1
+            if count:
+                self._wanted[link] = count
+            else:
+                del self._wanted[link]
+                self._leave(link)
+
+    def _chain(self, path: str) -> tuple[str, ...]:
+        chain = self._chains.get(path)
+        if chain is None:
+            parts = path.split(".") if path else []
+            prefixes = [".".join(parts[:length]) for length in range(len(parts) + 1)]
+            chain = self._chains[path] = tuple(prefixes)
+        return chain
+
+    def _enter(self, path: str) -> None:
+        own = self._modules[path].__dict__
+        self._previous[path] = own.get("forward")
+        own["forward"] = self._report(path)
+
+    def _leave(self, path: str) -> None:
+        own, previous = self._modules[path].__dict__, self._previous.pop(path)
+        if previous is None:
+            del own["forward"]
+        else:
+            own["forward"] = previous
+
+    def _report(self, path: str) -> Callable[..., Any]:
+        reporting = self._reporting.get(path)
+        if reporting is None:
+            reporting = self._reporting[path] = self._make(path)
+        return reporting
+
+    def _make(self, path: str) -> Callable[..., Any]:
+        module, listener = self._modules[path], self._listener
+        inner = module.__dict__.get("forward") or module.forward
+        entry, exit_ = Location(path, "inputs"), Location(path, "output")
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if entry in listener.waiting:
+                args, kwargs = listener.fire(entry, (args, kwargs))
+            output = inner(*args, **kwargs)
+            if exit_ in listener.waiting:
+                output = listener.fire(exit_, output)
+            return output
+
+        return forward

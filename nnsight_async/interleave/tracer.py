@@ -1,0 +1,100 @@
+"""What a block sees as its `tracer`: steps, stopping, saving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import count
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from nnsight_async.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from nnsight_async.interleave.block import BlockRun
+
+T = TypeVar("T")
+
+
+class Tracer:
+    """The tracer inside a block."""
+
+    saves_by_name = True
+
+    def __init__(self, run: BlockRun) -> None:
+        self._run = run
+
+    @property
+    def iter(self) -> Iterations:
+        """Steps to follow: `tracer.iter[:]`, `[a:b]`, `[n]` or a list of step numbers."""
+        return Iterations(self._run)
+
+    def all(self) -> Iterator[int]:
+        """All steps from this one on, like `tracer.iter[:]`."""
+        return Steps(self._run, count())
+
+    def stop(self) -> NoReturn:
+        """End the request at this step; what was saved up to here comes back."""
+        self._run.stop()
+
+    def save(self, value: T, name: str | None = None) -> T:
+        """Mark `value` to be sent home under `name`, and return it."""
+        self._run.save(value, name)
+        return value
+
+    @property
+    def step(self) -> int:
+        """Number of the step that the block is in; 0 is the prefill."""
+        return self._run.step
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name in ("barrier", "backward", "scan"):
+            raise UnsupportedError(f"tracer.{name} is not available on vLLM; TransformersModel has it")
+        raise AttributeError(f"a tracer inside a block has no {name!r}; it has iter, all, stop, save and step")
+
+
+class Iterations:
+    """The subscript behind `tracer.iter`."""
+
+    def __init__(self, run: BlockRun) -> None:
+        self._run = run
+
+    def __getitem__(self, steps: slice | int | Iterable[int]) -> Steps:
+        return Steps(self._run, _numbers(steps))
+
+    def __iter__(self) -> Steps:
+        return Steps(self._run, count())
+
+
+class Steps:
+    """Iterates over the steps asked for as the generation reaches them; ends when the generation does."""
+
+    def __init__(self, run: BlockRun, numbers: Iterable[int]) -> None:
+        self._run = run
+        self._numbers = iter(numbers)
+
+    def __iter__(self) -> Steps:
+        return self
+
+    def __next__(self) -> int:
+        wanted = next(self._numbers)
+        while wanted < self._run.next_step:
+            wanted = next(self._numbers)
+        if not self._run.reach(wanted):
+            raise StopIteration
+        return wanted
+
+
+def _numbers(steps: slice | int | Iterable[int]) -> Iterable[int]:
+    if isinstance(steps, slice):
+        start, stride = steps.start or 0, steps.step or 1
+        if start < 0 or stride < 0 or (steps.stop is not None and steps.stop < 0):
+            raise ValueError(f"tracer.iter[{_written(steps)}]: steps count from 0 and their last is not known beforehand")
+        return count(start, stride) if steps.stop is None else range(start, steps.stop, stride)
+    numbers = [steps] if isinstance(steps, int) else sorted(steps)
+    if any(number < 0 for number in numbers):
+        raise ValueError(f"tracer.iter[{steps}]: steps count from 0 and their last is not known beforehand")
+    return numbers
+
+
+def _written(steps: slice) -> str:
+    parts: list[Any] = [steps.start, steps.stop]
+    return ":".join("" if part is None else str(part) for part in parts)

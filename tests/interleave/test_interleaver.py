@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from toy import WIDTH, Bench, output
+
+from nnsight_async.errors import GenerationEndedError, NotComputedError, OutOfOrderError, ShapeError
+from nnsight_async.interleave.context import current, save
+from nnsight_async.interleave.locations import LOGITS, Location
+
+
+def rows(number: int, seed: int) -> torch.Tensor:
+    return torch.randn(number, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def read(path: str) -> torch.Tensor:
+    return current().read(output(path))
+
+
+def test_reads_own_rows_and_leaves_the_others_alone():
+    bench, seen = Bench(), {}
+    bench.add(1, lambda m, t: seen.update(a=read("layers.1")), 3)
+    bench.add(2, lambda m, t: seen.update(b=read("layers.1")), 2)
+    first, second = rows(3, 1), rows(2, 2)
+    bench.step({1: first, 9: rows(4, 3), 2: second})
+    expected = bench.model.layers[1](bench.model.layers[0](first))
+    torch.testing.assert_close(seen["a"], expected)
+    torch.testing.assert_close(seen["b"], bench.model.layers[1](bench.model.layers[0](second)))
+    assert bench.interleaver.sites.entered == 0
+    assert not bench.interleaver.waiting
+
+
+def test_in_place_and_replacement_land_for_that_run_alone():
+    bench = Bench()
+
+    def edit(m, t):
+        hidden = read("layers.0.mlp")
+        hidden += 1
+        current().write(output("layers.1.mlp"), torch.zeros(2, WIDTH))
+
+    bench.add(1, edit, 2)
+    mine, other = rows(2, 1), rows(2, 2)
+    got = bench.step({1: mine, 9: other})
+    model = bench.model
+    hidden = mine + model.layers[0].mlp(model.layers[0].norm(mine)) + 1
+    expected = model.head(model.layers[2](hidden))
+    torch.testing.assert_close(got[1], expected[-1])
+    torch.testing.assert_close(got[9], model(other)[-1])
+
+
+def test_editing_an_input_does_not_reach_others_who_hold_the_tensor():
+    bench = Bench()
+
+    def edit(m, t):
+        current().read(Location("layers.0.norm", "input"))[:] = 0
+
+    bench.add(1, edit, 2)
+    mine = rows(2, 1)
+    got = bench.step({1: mine})
+    model = bench.model
+    hidden = mine + model.layers[0].mlp(model.layers[0].norm(torch.zeros_like(mine)))
+    torch.testing.assert_close(got[1], model.head(model.layers[2](model.layers[1](hidden)))[-1])
+
+
+def test_child_then_parent_output_in_one_step():
+    bench, seen = Bench(), {}
+
+    def block(m, t):
+        seen["mlp"] = read("layers.1.mlp")
+        seen["layer"] = read("layers.1")
+        seen["logits"] = current().read(LOGITS)
+
+    bench.add(1, block, 1)
+    got = bench.step({1: rows(1, 1)})
+    torch.testing.assert_close(seen["logits"][0], got[1])
+    assert seen["layer"].shape == (1, WIDTH)
+
+
+def test_wrong_rows_fail_that_run_only():
+    bench = Bench()
+    run = bench.add(1, lambda m, t: current().write(output("layers.0"), torch.zeros(5, WIDTH)), 2)
+    other = rows(2, 2)
+    got = bench.step({1: rows(2, 1), 9: other})
+    assert isinstance(run.error, ShapeError)
+    assert "layers.0.output" in str(run.error)
+    assert "(2, 8)" in str(run.error)
+    assert "(5, 8)" in str(run.error)
+    torch.testing.assert_close(got[9], bench.model(other)[-1])
+
+
+def test_backwards_is_out_of_order_at_that_line():
+    bench, seen = Bench(), {}
+
+    def block(m, t):
+        read("layers.2")
+        try:
+            read("layers.1")
+        except OutOfOrderError as error:
+            seen["error"] = error
+        seen["after"] = read("head")
+
+    bench.add(1, block, 1)
+    bench.step({1: rows(1, 1)})
+    assert "step 0" in str(seen["error"])
+    assert seen["after"].shape == (1, 16)
+
+
+def test_steps_loop_and_statements_after_it():
+    bench, seen = Bench(), []
+
+    def block(m, t):
+        for step in t.iter[:]:
+            hidden = read("layers.0")
+            seen.append((step, hidden.shape[0]))
+            save(hidden.sum(), "total")
+        seen.append("after")
+
+    run = bench.add(1, block, 3)
+    bench.step({1: rows(3, 1)})
+    bench.step({1: rows(1, 2)})
+    bench.step({1: rows(1, 3)})
+    bench.interleaver.end(run)
+    assert seen == [(0, 3), (1, 1), (2, 1), "after"]
+    assert [(step, [entry.name for entry in entries]) for _, step, entries, _ in bench.reports] == [
+        (0, ["total"]),
+        (1, ["total"]),
+        (2, ["total"]),
+        (2, []),
+    ]
+    assert bench.reports[-1][3]
+
+
+def test_reading_after_the_end():
+    bench = Bench()
+
+    def block(m, t):
+        for _ in t.iter[:]:
+            pass
+        read("layers.0")
+
+    run = bench.add(1, block, 1)
+    bench.step({1: rows(1, 1)})
+    bench.interleaver.end(run)
+    assert isinstance(run.error, GenerationEndedError)
+
+
+def test_a_module_that_does_not_run_in_the_step():
+    bench = Bench()
+    bench.model.layers[1].unused = torch.nn.Linear(2, 2)
+    bench.interleaver.sites.__init__(bench.model, bench.interleaver)
+    run = bench.add(1, lambda m, t: read("layers.1.unused"), 1)
+    bench.step({1: rows(1, 1)})
+    assert isinstance(run.error, NotComputedError)
+
+
+def test_a_list_saved_once_grows_home():
+    bench = Bench()
+
+    def block(m, t):
+        kept = save([], "kept")
+        for _ in t.iter[:]:
+            kept.append(read("layers.0"))
+
+    run = bench.add(1, block, 1)
+    for seed in range(3):
+        bench.step({1: rows(1, seed)})
+    bench.interleaver.end(run)
+    operations = [[(entry.operation, len(entry.value)) for entry in entries] for _, _, entries, _ in bench.reports]
+    assert operations == [[("set", 1)], [("extend", 1)], [("extend", 1)], []]
+
+
+def test_preempted_rows_are_written_again():
+    bench = Bench()
+
+    def block(m, t):
+        for step in t.iter[:]:
+            read("layers.0")[:] += 10 * (step + 1)
+
+    bench.add(1, block, 2)
+    prompt, second, third = rows(2, 1), rows(1, 2), rows(1, 3)
+    bench.step({1: prompt})
+    bench.step({1: second})
+    seen = {}
+    bench.add(2, lambda m, t: seen.update(x=read("layers.1")), 4)
+    handle = bench.model.layers[1].register_forward_hook(lambda mod, args, out: seen.update(input=args[0].clone()))
+    bench.step({1: torch.cat([prompt, second, third])}, replayed={1: 3})
+    handle.remove()
+    layer = bench.model.layers[0]
+    expected = layer(torch.cat([prompt, second, third])) + torch.tensor([10, 10, 20, 30])[:, None]
+    torch.testing.assert_close(seen["input"], expected)
+
+
+def test_exits_and_endless_catching_do_not_escape():
+    bench = Bench()
+
+    def leave(m, t):
+        raise SystemExit(3)
+
+    def stubborn(m, t):
+        while True:
+            with contextlib.suppress(NotComputedError):
+                read("layers.1.unused")
+
+    bench.model.layers[1].unused = torch.nn.Linear(2, 2)
+    bench.interleaver.sites.__init__(bench.model, bench.interleaver)
+    one, two = bench.add(1, leave, 1), bench.add(2, stubborn, 1)
+    other = rows(1, 3)
+    got = bench.step({1: rows(1, 1), 2: rows(1, 2), 9: other})
+    assert isinstance(one.error, SystemExit)
+    assert two.finished
+    torch.testing.assert_close(got[9], bench.model(other)[-1])
+
+
+def test_modes_left_on_are_taken_back():
+    bench = Bench()
+
+    def block(m, t):
+        with torch.inference_mode(False):
+            read("layers.0")
+
+    run = bench.add(1, block, 1)
+    bench.step({1: rows(1, 1)})
+    assert "mode of torch" in str(run.error)
