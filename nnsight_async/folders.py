@@ -1,4 +1,4 @@
-"""Where files that outlive the process go: one cache folder of the user's, and folders that appear whole or not at all."""
+"""Where files that outlive the process go: one cache folder, and folders that appear whole or not at all."""
 
 from __future__ import annotations
 

@@ -99,4 +99,4 @@ def _draw(model: PreTrainedModel, generator: torch.Generator) -> None:
             if path.endswith(FINAL_NORMS):
                 parameter.mul_(GAIN)
         # Special tokens are never the likeliest: no generation ends by itself.
-        model.get_output_embeddings().weight[: len(SPECIAL)] = 0.0
+        model.get_parameter("lm_head.weight")[: len(SPECIAL)] = 0.0

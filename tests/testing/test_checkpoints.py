@@ -39,7 +39,9 @@ def test_any_text_survives_the_tokenizer(name: str) -> None:
 def test_the_chat_template_ends_with_the_turn_to_answer(llama: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(llama)
 
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Hi"}], tokenize=False, add_generation_prompt=True
+    )
 
     assert text == "<|turn|>user\nHi<|end|>\n<|turn|>assistant\n"
 

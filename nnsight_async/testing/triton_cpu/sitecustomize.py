@@ -6,6 +6,9 @@ few questions which the interpreter and vLLM still ask. Checked with Triton 3.9.
 `sitecustomize` and not in the package because vLLM's worker processes import Triton before any code of ours.
 """
 
+# pyright: basic
+# Triton's base class has no annotations to agree with.
+
 from __future__ import annotations
 
 import os

