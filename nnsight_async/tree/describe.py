@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nnsight_async.tree.manifest import Manifest, ModuleInfo, ParameterInfo
+from nnsight_async.tree.manifest import Manifest, ModuleInfo, ParameterInfo, join
 from nnsight_async.tree.reading import unreadable_because
-from nnsight_async.tree.sharding import whole
+from nnsight_async.tree.sharding import shapes
 from nnsight_async.tree.walk import children, paths_by_module, walk
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _module(
         cls=cls.__name__,
         qualified=_qualified(cls),
         bases=tuple(_qualified(base) for base in cls.__mro__[1:] if issubclass(base, torch.nn.Module)),
-        children=tuple(name for name, _ in children(module) if (f"{path}.{name}" if path else name) in known),
+        children=tuple(name for name, _ in children(module) if join(path, name) in known),
         parameters=tuple(_parameter(module, name, value) for name, value in module.named_parameters(recurse=False)),
         is_list=isinstance(module, torch.nn.ModuleList | torch.nn.Sequential),
         extra=_extra(module),
@@ -68,9 +68,9 @@ def _qualified(cls: type) -> str:
 
 
 def _parameter(module: torch.nn.Module, name: str, value: torch.Tensor) -> ParameterInfo:
-    full_shape, shard_dim = whole(module, name, value)
+    shape, full_shape, shard_dim = shapes(module, name, value)
     dtype = str(value.dtype).removeprefix("torch.")
-    return ParameterInfo(name, tuple(value.shape), dtype, full_shape, shard_dim)
+    return ParameterInfo(name, shape, dtype, full_shape, shard_dim)
 
 
 def _extra(module: torch.nn.Module) -> str:

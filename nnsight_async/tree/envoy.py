@@ -51,9 +51,7 @@ class Envoy:
     @property
     def output(self) -> Any:
         """What the module returned for this run, a private copy; assign to replace it, or change it in place."""
-        if self._unreadable is not None:
-            raise self._refusal()
-        return current().read(self._output)
+        return self._read(self._output)
 
     @output.setter
     def output(self, value: Any) -> None:
@@ -62,9 +60,7 @@ class Envoy:
     @property
     def input(self) -> Any:
         """The first positional argument of the module; assign to replace it, or change it in place."""
-        if self._unreadable is not None:
-            raise self._refusal()
-        return current().read(self._input)
+        return self._read(self._input)
 
     @input.setter  # noqa: A003  what every module calls it
     def input(self, value: Any) -> None:
@@ -73,9 +69,7 @@ class Envoy:
     @property
     def inputs(self) -> Any:
         """All arguments of the module: `(args, kwargs)`; assign to replace them, or change tensors in place."""
-        if self._unreadable is not None:
-            raise self._refusal()
-        return current().read(self._inputs)
+        return self._read(self._inputs)
 
     @inputs.setter
     def inputs(self, value: Any) -> None:
@@ -84,6 +78,16 @@ class Envoy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the module to values of the block, outside the forward pass; `OutsideBlockError` elsewhere."""
         return current().call(self._path, args, kwargs)
+
+    def _read(self, location: Location) -> Any:
+        try:
+            if self._unreadable is not None:
+                raise self._refusal()
+            return current().read(location)
+        except AttributeError as error:
+            # Python answers an AttributeError of a property by calling __getattr__, which raises it once more.
+            self.__dict__["_failed"] = error
+            raise
 
     def _write(self, location: Location, value: Any) -> None:
         if self._unreadable is not None:
@@ -98,6 +102,8 @@ class Envoy:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_info" not in self.__dict__:  # probes of copy, pickle and IPython
             raise AttributeError(name)
+        if isinstance(getattr(type(self), name, None), property):
+            raise self.__dict__.pop("_failed", None) or AttributeError(name)
         if name in self._info.children:
             child = self.__dict__[name] = self._child(name)
             return child

@@ -1,4 +1,4 @@
-"""The whole shape of a parameter of which this rank holds a shard.
+"""The shapes of a parameter: the shard that this rank holds, and the whole.
 
 Read off the layers of vLLM 0.32 and 0.33 by class name and attribute, so that nothing of vLLM is imported here.
 """
@@ -13,24 +13,33 @@ if TYPE_CHECKING:
 Shape = tuple[int, ...]
 
 
-def whole(module: torch.nn.Module, name: str, value: torch.Tensor) -> tuple[Shape, int | None]:
-    """Shape of the whole parameter and the dimension it is split along, None if it is not split.
+def shapes(module: torch.nn.Module, name: str, value: torch.Tensor) -> tuple[Shape, Shape, int | None]:
+    """Shape of this rank's part, shape of the whole, and the dimension that is split, None if none is.
 
     Embeddings and LM heads count vLLM's padding rows. Key and value heads that several ranks hold count once.
     """
     classes = {cls.__name__ for cls in type(module).__mro__}
     layer = cast("Any", module)
+    part = _part(layer, name, value, classes)
     if "RoutedExperts" in classes or "FusedMoE" in classes:
-        return _experts(layer, name, tuple(value.shape))
+        return part, *_experts(layer, name, part)
     if getattr(layer, "tp_size", 1) == 1:
-        return tuple(value.shape), None
-    if "RowParallelLinear" in classes:
-        if name.startswith("bias"):
-            return tuple(value.shape), None
-        return _scaled(value, "input_dim", layer.input_size_per_partition, layer.input_size)
+        return part, part, None
+    if "RowParallelLinear" in classes and not name.startswith("bias"):
+        dim = _dim(value, "input_dim", part, layer.input_size_per_partition)
+        return part, *_scaled(part, dim, layer.input_size_per_partition, layer.input_size)
     if "ColumnParallelLinear" in classes or "VocabParallelEmbedding" in classes:
-        return _scaled(value, "output_dim", layer.output_size_per_partition, _output_size(layer))
-    return tuple(value.shape), None
+        dim = _dim(value, "output_dim", part, layer.output_size_per_partition)
+        return part, *_scaled(part, dim, layer.output_size_per_partition, _output_size(layer))
+    return part, part, None
+
+
+def _part(layer: Any, name: str, value: torch.Tensor, classes: set[str]) -> Shape:
+    # On a CPU vLLM packs the weights of linear layers elsewhere and leaves an empty tensor behind.
+    if name == "weight" and value.numel() == 0 and "LinearBase" in classes:
+        rows = getattr(layer, "output_size_per_partition", layer.output_size)
+        return (rows, getattr(layer, "input_size_per_partition", layer.input_size))
+    return tuple(value.shape)
 
 
 def _output_size(layer: Any) -> int:
@@ -41,15 +50,19 @@ def _output_size(layer: Any) -> int:
     return layer.output_size - surplus * (layer.head_size + getattr(layer, "v_head_size", layer.head_size))
 
 
-def _scaled(value: torch.Tensor, attribute: str, part: int, full: int) -> tuple[Shape, int | None]:
-    shape = tuple(value.shape)
-    dim: int | None = getattr(value, attribute, None)
-    if dim is None:  # lost where a method replaced the parameter after loading
-        dim = next((place for place, size in enumerate(shape) if size == part), None)
-    if dim is None or dim >= len(shape):
-        return shape, None
+def _dim(value: torch.Tensor, attribute: str, part: Shape, size: int) -> int | None:
+    declared: int | None = getattr(value, attribute, None)
+    if declared is not None and declared < len(part):
+        return declared
+    # The attribute is lost where a quantisation method replaces the parameter after loading.
+    return next((place for place, length in enumerate(part) if length == size), None)
+
+
+def _scaled(part: Shape, dim: int | None, local: int, total: int) -> tuple[Shape, int | None]:
+    if dim is None:
+        return part, None
     # A packed weight has fewer rows than features: scale instead of inserting the size.
-    return _with(shape, dim, shape[dim] * full // part), dim
+    return _with(part, dim, part[dim] * total // local), dim
 
 
 def _experts(layer: Any, name: str, shape: Shape) -> tuple[Shape, int | None]:

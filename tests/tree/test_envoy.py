@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import copy
+import timeit
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from nnsight_async.errors import LocationError, NotATapError, OutsideBlockError, UnreadableError
+from nnsight_async.tree.envoy import Envoy
+
+if TYPE_CHECKING:
+    from nnsight_async.tree.manifest import Manifest
+
+Run = "Callable[[Callable[[], Any]], Any]"
+
+
+@pytest.fixture
+def model(manifest: Manifest) -> Envoy:
+    return Envoy(manifest)
+
+
+def test_reading_asks_the_running_block(model: Envoy, in_block: Any, context: Any) -> None:
+    layer = model.model.layers[1]
+
+    values = in_block(lambda: (layer.output, layer.mlp.input, layer.inputs))
+
+    assert values == ("model.layers.1.output", "model.layers.1.mlp.input", "model.layers.1.inputs")
+
+
+def test_writing_tells_the_running_block(model: Envoy, in_block: Any, context: Any) -> None:
+    def block() -> None:
+        model.model.layers[0].output = 1
+        model.model.layers[0].input = 2
+        model.model.layers[0].inputs = 3
+
+    in_block(block)
+
+    path = "model.layers.0"
+    assert context.asked == [
+        ("write", f"{path}.output", 1),
+        ("write", f"{path}.input", 2),
+        ("write", f"{path}.inputs", 3),
+    ]
+
+
+def test_an_augmented_assignment_reads_and_writes(model: Envoy, in_block: Any, context: Any) -> None:
+    def block() -> None:
+        model.lm_head.output += "!"
+
+    in_block(block)
+
+    assert context.asked == [("read", "lm_head.output"), ("write", "lm_head.output", "lm_head.output!")]
+
+
+def test_lists_have_the_manners_of_lists(model: Envoy) -> None:
+    layers = model.model.layers
+
+    assert len(layers) == 3
+    assert list(layers) == [layers[0], layers[1], layers[2]]
+    assert layers[-1] is layers[2]
+    assert layers[1:] == [layers[1], layers[2]]
+    assert layers["1"] is layers[1]
+    with pytest.raises(IndexError, match=r"model\.model\.layers\[3\] does not exist: .* has 3 items"):
+        layers[3]
+
+
+def test_only_lists_have_the_manners_of_lists(model: Envoy) -> None:
+    assert model
+    for wrong in (lambda: len(model), lambda: list(model), lambda: model[0]):
+        with pytest.raises(TypeError, match="not a list; its children: model, lm_head"):
+            wrong()
+
+
+def test_children_are_the_same_object_every_time(model: Envoy) -> None:
+    assert model.model.layers[1].mlp is model.model.layers[1].mlp
+    assert model["model"] is model.model
+
+
+def test_a_child_with_the_name_of_an_attribute_of_ours_is_an_item(model: Envoy, in_block: Any) -> None:
+    inner = model.model
+
+    assert in_block(lambda: inner.output) == "model.output"
+    assert in_block(lambda: inner["output"].output) == "model.output.output"
+
+
+def test_outside_a_block_nothing_is_read(model: Envoy) -> None:
+    with pytest.raises(OutsideBlockError):
+        model.lm_head.output
+    with pytest.raises(OutsideBlockError):
+        model.lm_head.output = 1
+    with pytest.raises(OutsideBlockError):
+        model.lm_head(torch.ones(4))
+
+
+def test_calling_applies_the_module(model: Envoy, in_block: Any, toy: Any) -> None:
+    x = torch.ones(2, 4)
+
+    assert torch.equal(in_block(lambda: model.lm_head(x)), toy.lm_head(x))
+    assert torch.equal(in_block(lambda: model.lm_head(input=x)), toy.lm_head(x))
+
+
+def test_inside_a_block_attributes_of_the_module_are_there(model: Envoy, in_block: Any, toy: Any) -> None:
+    assert in_block(lambda: model.lm_head.weight) is toy.lm_head.weight
+    assert in_block(lambda: model.scale) == 3
+    with pytest.raises(LocationError):
+        model.scale
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "suggestion"),
+    [
+        ("", "layers", r"did you mean model\.model\.layers\?"),
+        ("", "lm_haed", r"did you mean model\.lm_head\?"),
+        ("", "norm", r"did you mean model\.model\.layers\[0\]\.norm"),
+        ("model", "outputs", r'did you mean model\.model\["output"\]'),
+        ("lm_head", "xyzzy", r"it has no children"),
+        ("", "xyzzy", r"it has model, lm_head"),
+    ],
+)
+def test_a_wrong_name_gets_the_nearest_ones(
+    manifest: Manifest, in_block: Any, path: str, name: str, suggestion: str
+) -> None:
+    envoy = Envoy(manifest, path)
+
+    for attempt in (lambda: getattr(envoy, name), lambda: envoy[name], lambda: in_block(lambda: getattr(envoy, name))):
+        with pytest.raises(LocationError, match=suggestion):
+            attempt()
+    assert not hasattr(envoy, name)
+
+
+def test_what_cannot_be_read_is_refused_with_its_reason(model: Envoy, in_block: Any) -> None:
+    def write() -> None:
+        model.model.layers.output = 1
+
+    with pytest.raises(UnreadableError, match="a container is not called"):
+        in_block(lambda: model.model.layers.output)
+    with pytest.raises(UnreadableError, match="a container is not called"):
+        in_block(write)
+    with pytest.raises(UnreadableError, match=r"read it there"):
+        in_block(lambda: model.model.layers[1].act.input)
+
+
+def test_a_refusal_of_the_block_arrives_as_it_was_raised(model: Envoy, in_block: Any, context: Any) -> None:
+    def refuse(location: Any) -> Any:
+        raise NotATapError(f"{location} is not a tap")
+
+    context.read = refuse
+
+    with pytest.raises(NotATapError, match=r"lm_head\.input is not a tap"):
+        in_block(lambda: model.lm_head.input)
+    with pytest.raises(LocationError, match="did you mean"):
+        in_block(lambda: model.lm_haed)
+
+
+@pytest.mark.parametrize("name", ["lm_head", "weight", "_path", "outputs"])
+def test_nothing_else_can_be_set(model: Envoy, name: str) -> None:
+    with pytest.raises(AttributeError, match=r"cannot be set; \.output, \.input and \.inputs can"):
+        setattr(model, name, 1)
+
+
+def test_a_subclass_is_inherited_by_the_children_and_may_add_writable_properties(manifest: Manifest) -> None:
+    class WithSkip(Envoy):
+        @property
+        def skip(self) -> Any: ...
+
+        @skip.setter
+        def skip(self, value: Any) -> None:
+            self.__dict__["_skipped"] = value
+
+    layer = WithSkip(manifest).model.layers[0]
+    layer.skip = 5
+
+    assert layer.__dict__["_skipped"] == 5
+
+
+def test_travels_by_name_and_can_be_copied(model: Envoy) -> None:
+    layer = model.model.layers[2]
+
+    assert layer.__block_reference__() == ("module", "model.layers.2")
+    assert copy.copy(layer).mlp.__block_reference__() == ("module", "model.layers.2.mlp")
+    assert copy.deepcopy(layer).__block_reference__() == layer.__block_reference__()
+
+
+def test_dir_lists_children_and_ours(model: Envoy) -> None:
+    assert {"model", "lm_head", "output", "inputs"} <= set(dir(model))
+
+
+def test_reading_costs_next_to_nothing(model: Envoy, in_block: Any, context: Any) -> None:
+    context.read = lambda location: location
+
+    def block() -> float:
+        return min(timeit.repeat(lambda: model.model.layers[2].output, number=1000, repeat=20)) / 1000
+
+    assert in_block(block) < 5e-6  # 0.4 us where this was written; the bound only catches work done per access
