@@ -13,7 +13,6 @@ from nnsight_async.errors import (
     GenerationEndedError,
     NNsightError,
     OutOfOrderError,
-    UnreadableError,
 )
 from nnsight_async.interleave.context import BlockGreenlet
 from nnsight_async.interleave.locations import Location
@@ -80,8 +79,10 @@ class Visit:
 class BlockRun:
     """A block and where it stands. It is the `BlockContext` of the code that runs in its greenlet."""
 
-    def __init__(self, key: int, program: Program, interleaver: Interleaver, prompt_rows: int, budget: int) -> None:
+    def __init__(self, key: int, interleaver: Interleaver, prompt_rows: int, budget: int) -> None:
         self.key = key
+        self.program: Program | None = None
+        self.tracer = Tracer(self)
         self.prompt_rows = prompt_rows
         self.position = 0
         self.step = -1
@@ -90,14 +91,11 @@ class BlockRun:
         self.error: BaseException | None = None
         self.stopped = False
         self.finished = False
-        self.reported = False
         self.ended = False
         self.waits: Location | StepStart | None = StepStart(0)
         self.visit: Visit | None = None
         self.clock = -1
-        self.span: Span | None = None
         self._interleaver = interleaver
-        self._program = program
         self._greenlet = BlockGreenlet(self._main)
         self._greenlet.context = self
 
@@ -157,7 +155,8 @@ class BlockRun:
 
     def _main(self, _: Any = None) -> None:
         try:
-            self._program(self._interleaver.model, Tracer(self))
+            assert self.program is not None
+            self.program(self._interleaver.model, self.tracer)
         except (_Stop, greenlet.GreenletExit):
             pass
         except BaseException as error:
@@ -222,9 +221,6 @@ class BlockRun:
     def _check(self, event: Location, asked: Location) -> None:
         if self.ended:
             raise GenerationEndedError(f"{asked} was asked for after the last step of the generation")
-        reason = self._interleaver.unreadable(event)
-        if reason:
-            raise UnreadableError(f"{asked} cannot be read: {reason}")
         if self._interleaver.order.after(event, self.clock) is None:
             raise OutOfOrderError(
                 f"{asked} has already been passed in step {self.step}: a block reads locations in the order in which the "

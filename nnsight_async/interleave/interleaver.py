@@ -31,7 +31,6 @@ class Interleaver:
         order: Order,
         report: Report,
         model: object = None,
-        unreadable: Mapping[str, str] | None = None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.order = order
@@ -39,7 +38,6 @@ class Interleaver:
         self.waiting: dict[Location, list[BlockRun]] = {}
         self.sites = Sites(root, self)
         self._report = report
-        self._unreadable = unreadable or {}
         self._aliases = aliases or {}
         self._present: list[BlockRun] = []
         self._batch = Batch(0, False)
@@ -105,10 +103,6 @@ class Interleaver:
         if path == location.path and kind == location.kind:
             return location
         return Location(path, kind)
-
-    def unreadable(self, event: Location) -> str | None:
-        """Why nothing passes at `event`, if nothing does."""
-        return self._unreadable.get(event.path) if event.path else None
 
     def module(self, path: str) -> torch.nn.Module:
         module = self.sites.module(path)

@@ -1,0 +1,1 @@
+"""The client's side of vLLM: building it, talking to it, ending it."""

@@ -1,0 +1,232 @@
+"""vLLM's `AsyncLLM` on an event loop of its own, and the runs that are on it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import uvloop
+
+from nnsight_async.engine.inbox import Inbox
+from nnsight_async.errors import EngineClosedError, EngineDeadError, EngineStartError
+from nnsight_async.runs.shipment import Shipment
+from nnsight_async.tree.manifest import Manifest
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from nnsight_async.runs.frames import Frame
+    from nnsight_async.runs.run import Run
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+HEARTBEAT = 1.0
+"""Seconds between looks at whether the engine still lives, while a run waits for the end of its block."""
+
+_environment = threading.Lock()
+
+
+class Engine:
+    """Owns `AsyncLLM`, the thread of its loop, and the inbox. All callers, on any loop or thread, share it."""
+
+    def __init__(self, settings: dict[str, Any], max_save_bytes: int) -> None:
+        self._settings = settings
+        self._max_save_bytes = max_save_bytes
+        self._home = Path(tempfile.mkdtemp(prefix="nnsight_async-"))
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="nnsight-engine", daemon=True)
+        self._runs: dict[int, Run] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.llm: AsyncLLM
+        self.manifest: Manifest
+
+    # -- from any thread -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Build the engine; blocks for seconds. Raises `EngineStartError` with vLLM's reason."""
+        self._thread.start()
+        try:
+            self.call(self._build()).result()
+        except BaseException:
+            self._end_loop()
+            raise
+
+    def call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the engine's loop."""
+        if self._closed:
+            work.close()
+            raise EngineClosedError("this model was closed; build a new one")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def submit(self, run: Run, block: bytes | None) -> None:
+        """Start a run; returns at once."""
+        if self._closed:
+            raise EngineClosedError("this model was closed; build a new one")
+        if block is None:
+            run.ledger.done = True
+        else:
+            Shipment(run.key, block, self._max_save_bytes).onto(run.request.params)
+            self._keep_apart(run)
+        self._loop.call_soon_threadsafe(self._launch, run)
+
+    def counts(self) -> dict[str, int]:
+        """What the client and the worker hold for runs now."""
+        worker: dict[str, int] = self.call(self.llm.collective_rpc("nnsight_counts")).result()[0]
+        return {"client_runs": len(self._runs), "client_tasks": len(self._tasks), **worker}
+
+    def close(self) -> None:
+        """End the engine's processes and its thread; runs that still go get `EngineClosedError`."""
+        if self._closed:
+            return
+        try:
+            self.call(self._shut_down()).result()
+        finally:
+            self._closed = True
+            self._end_loop()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    # -- on the engine's loop --------------------------------------------------------------------------------------
+
+    async def _build(self) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._inbox = Inbox(f"ipc://{self._home}/inbox", self._deliver)
+        try:
+            with _environment, _spawning(self._home):
+                self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._settings))
+            described: list[bytes] = await self.llm.collective_rpc("nnsight_describe")
+            self.manifest = Manifest.decode(described[0])
+        except Exception as error:
+            self._inbox.close()
+            raise _start_error(error, self._home) from error
+        self._receiving = self._loop.create_task(self._inbox.receive())
+
+    def _launch(self, run: Run) -> None:
+        self._runs[run.key] = run
+        task = self._loop.create_task(self._serve(run))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        run.started(lambda: self._from_outside(task.cancel))
+        if run.settled:
+            task.cancel()
+
+    def _from_outside(self, function: Callable[[], object]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(function)
+
+    async def _serve(self, run: Run) -> None:
+        """Feed one run with vLLM's outputs, and see it to its end."""
+        request = run.request
+        try:
+            async for output in self.llm.generate(
+                request.prompt,
+                request.params,
+                f"nnsight-{run.key}",
+                lora_request=request.lora,
+                priority=request.priority,
+            ):
+                run.feed_output(output)
+            run.finish()
+            await self._last_frame(run)
+        except asyncio.CancelledError:
+            run.cancel()
+            if not run.settled:
+                raise
+        except Exception as error:
+            run.fail(self._failure(error))
+        finally:
+            self._runs.pop(run.key, None)
+
+    async def _last_frame(self, run: Run) -> None:
+        """The tokens are all here; wait for what the block saves after them."""
+        while not run.settled:
+            try:
+                async with asyncio.timeout(HEARTBEAT):
+                    await run.changed.until(lambda: run.settled)
+            except TimeoutError:
+                if self.llm.errored:
+                    run.fail(self._failure(self.llm.dead_error))
+
+    def _deliver(self, frame: Frame) -> None:
+        run = self._runs.get(frame.key)
+        if run is not None:
+            run.feed_frame(frame)
+
+    def _failure(self, error: BaseException) -> BaseException:
+        from vllm.v1.engine.exceptions import EngineDeadError as Dead
+        from vllm.v1.engine.exceptions import EngineGenerateError
+
+        if isinstance(error, Dead):
+            return EngineDeadError("the engine's processes have ended; close this model and build a new one")
+        if isinstance(error, EngineGenerateError) and error.__cause__ is not None:
+            return error.__cause__
+        return error
+
+    def _keep_apart(self, run: Run) -> None:
+        """A run with a block neither reads cached prefixes nor leaves its own for others."""
+        if self._settings.get("enable_prefix_caching"):
+            run.request.params.skip_reading_prefix_cache = True
+            run.request.prompt["cache_salt"] = f"nnsight-{os.getpid()}-{run.key}"
+
+    async def _shut_down(self) -> None:
+        for run in list(self._runs.values()):
+            run.fail(EngineClosedError("the model was closed while this run was going"))
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=5)
+        self._receiving.cancel()
+        await asyncio.wait([self._receiving])
+        self._inbox.close()
+        self.llm.shutdown()
+        rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in rest:
+            task.cancel()
+        if rest:
+            await asyncio.wait(rest, timeout=5)
+
+    def _end_loop(self) -> None:
+        self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=30)
+        if not self._thread.is_alive():
+            self._loop.close()
+        shutil.rmtree(self._home, ignore_errors=True)
+
+
+def _start_error(error: Exception, home: Path) -> Exception:
+    words = home / "last_words"
+    if words.is_file():
+        return EngineStartError(f"the engine did not start: {words.read_text()}")
+    if isinstance(error, (ValueError, TypeError, OSError, NotImplementedError)):
+        return error
+    return EngineStartError(f"the engine did not start: {error}")
+
+
+@contextmanager
+def _spawning(home: Path) -> Generator[None]:
+    """The environment in which vLLM starts its processes."""
+    ours = {"NNSIGHT_ASYNC_HOME": str(home), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

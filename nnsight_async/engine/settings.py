@@ -1,0 +1,43 @@
+"""Engine arguments: what is ours, what goes to vLLM, and what we set on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+CPU_WORKER = "nnsight_async.worker.cpu.CPUBlockWorker"
+CUDA_WORKER = "nnsight_async.worker.cuda.CUDABlockWorker"
+
+
+def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise `TypeError` for a keyword that is not known, with the nearest one that is."""
+    valid = set(known)
+    for name in given:
+        if name not in valid:
+            near = difflib.get_close_matches(name, valid, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"{what} got an unexpected keyword argument {name!r}{hint}")
+
+
+def engine_settings(repo: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for vLLM's `AsyncEngineArgs`: the user's, over our own defaults.
+
+    Raises `TypeError` for an unknown name, and `ValueError` for a value that contradicts what blocks need.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    fields = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    check_names(given, fields, "VLLM()")
+    if "worker_cls" in given:
+        raise ValueError("VLLM() sets worker_cls itself: its worker is the one that runs blocks")
+    ours = {
+        "enforce_eager": True,
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+        "disable_log_stats": True,
+        "worker_cls": CPU_WORKER if current_platform.is_cpu() else CUDA_WORKER,
+    }
+    return {"model": repo, **ours, **given}

@@ -1,0 +1,187 @@
+"""One request with a block, seen from the caller's side."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import count
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+from nnsight_async.errors import NotSavedError, RunCancelledError
+from nnsight_async.runs import failures
+from nnsight_async.runs.ledger import Ledger
+from nnsight_async.runs.signal import Signal
+from nnsight_async.runs.token import Token
+
+if TYPE_CHECKING:
+    from nnsight_async.runs.frames import Frame
+    from nnsight_async.runs.request import Request
+
+_keys = count(1)
+
+
+class Run:
+    """Joins the tokens of a request with the values of its steps.
+
+    The engine's loop feeds it; callers wait on `changed` from wherever they are. Token `i` is let out when the frame of
+    step `i` is there, and a value becomes visible with the token of its step.
+    """
+
+    def __init__(self, request: Request, names: tuple[str, ...] = ()) -> None:
+        self.key = next(_keys)
+        self.request = request
+        self.names = names
+        self.tokens: list[Token] = []
+        self.ledger = Ledger()
+        self.changed = Signal()
+        self.output: Any = None
+        self.error: BaseException | None = None
+        self.settled = False
+        self.values_final = False
+        self._pending: deque[Token] = deque()
+        self._finished = False
+        self._abort: Callable[[], None] | None = None
+        self._lock = RLock()
+
+    # -- fed by the engine's loop ----------------------------------------------------------------------------------
+
+    def started(self, abort: Callable[[], None]) -> None:
+        """The request is on its way; `abort` ends it, from any thread."""
+        self._abort = abort
+
+    def feed_output(self, output: Any) -> None:
+        """Take one of vLLM's outputs, with the tokens that came since the last."""
+        with self._lock:
+            if self.settled:
+                return
+            self._pending.extend(_tokens(output))
+            self.output = output if self.output is None else _joined(self.output, output)
+            self._finished = self._finished or output.finished
+            self._advance()
+
+    def feed_frame(self, frame: Frame) -> None:
+        """Take what the worker sent at the end of a step."""
+        with self._lock:
+            if self.settled:
+                return
+            self.ledger.file(frame)
+            if frame.error is not None:
+                self.fail(failures.unpack(frame.error))
+            else:
+                self._advance()
+
+    def finish(self) -> None:
+        """vLLM has no more outputs for this request."""
+        with self._lock:
+            if not self.settled:
+                self._finished = True
+                self._advance()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with `error`, which everyone who waits for it gets."""
+        with self._lock:
+            if not self.settled:
+                self.error = error
+                self._settle()
+
+    # -- used by callers -------------------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """Abort the request, from any thread; what waits for it gets `RunCancelledError`."""
+        self.fail(RunCancelledError("the run was cancelled before it had ended"))
+
+    def value(self, name: str) -> Any:
+        """The final value of a name, once it is there; raises the run's error, or `NotSavedError`."""
+        if self.error is not None:
+            raise self.error
+        try:
+            return self.ledger.values[name]
+        except KeyError:
+            have = ", ".join(self.ledger.values) or "nothing"
+            raise NotSavedError(f"the block ended without saving {name!r}; it saved {have}") from None
+
+    def outcome(self) -> Any:
+        """vLLM's `RequestOutput`, with the saved values as `.saves`; raises the run's error."""
+        if self.error is not None:
+            raise self.error
+        return self.output
+
+    # -- joining ---------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        while self._pending and self.ledger.holds(len(self.tokens)) and not self._is_stopped():
+            self._let_out(self._pending.popleft())
+        if self._is_stopped():
+            self._stop()
+        elif self._finished and not self._pending and self.ledger.done:
+            self._settle()
+        elif self.ledger.done and len(self.tokens) > self.ledger.through:
+            self.values_final = True
+        self.changed.notify()
+
+    def _let_out(self, bare: Token) -> None:
+        index = len(self.tokens)
+        saves = self.ledger.let_out(index)
+        reason = "stop" if self.ledger.stopped_at == index else bare.finish_reason
+        self.tokens.append(Token(bare.id, bare.text, index, bare.logprob, saves, reason))
+
+    def _is_stopped(self) -> bool:
+        stopped = self.ledger.stopped_at
+        return stopped is not None and len(self.tokens) > stopped
+
+    def _stop(self) -> None:
+        """The block asked for the end: drop what vLLM drew after that step."""
+        self._pending.clear()
+        _cut(self.output, self.tokens)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self.error is None:
+            self.ledger.close()
+        if self.output is not None:
+            self.output.saves = self.ledger.values
+        self.settled = self.values_final = True
+        if self._abort is not None and not self._finished:
+            self._abort()
+        self._abort = None
+        self.changed.notify()
+
+
+def _tokens(output: Any) -> list[Token]:
+    """Tokens of a delta; when several came at once their text stands on the last."""
+    completion = output.outputs[0]
+    ids: list[int] = list(completion.token_ids)
+    last = len(ids) - 1
+    logprobs = completion.logprobs
+    return [
+        Token(
+            id=number,
+            text=completion.text if at == last else "",
+            index=-1,
+            logprob=_logprob(logprobs[at], number) if logprobs else None,
+            finish_reason=completion.finish_reason if at == last else None,
+        )
+        for at, number in enumerate(ids)
+    ]
+
+
+def _logprob(candidates: dict[int, Any], token: int) -> float | None:
+    found = candidates.get(token)
+    return None if found is None else float(found.logprob)
+
+
+def _joined(so_far: Any, delta: Any) -> Any:
+    so_far.add(delta, aggregate=True)
+    so_far.finished = delta.finished
+    return so_far
+
+
+def _cut(output: Any, tokens: list[Token]) -> None:
+    completion = output.outputs[0]
+    completion.token_ids = [token.id for token in tokens]
+    completion.text = "".join(token.text for token in tokens)
+    if completion.logprobs:
+        completion.logprobs = completion.logprobs[: len(tokens)]
+    completion.finish_reason = "stop"
+    output.finished = True

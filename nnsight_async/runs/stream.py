@@ -1,0 +1,78 @@
+"""Tokens of a run as they are generated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from nnsight_async.runs.token import Token
+
+if TYPE_CHECKING:
+    from nnsight_async.runs.run import Run
+
+
+class Stream:
+    """An async iterator over tokens, and an async context manager. Leaving it early aborts the request.
+
+    A `break` out of `async for token in tracer.stream()` counts as leaving, at once: the iterator dies with the loop. Where
+    the stream is kept in a variable, `async with` or `aclose()` say when it is left. Each stream starts at token 0.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._at = 0
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Token:
+        try:
+            await self._run.changed.until(self._ready)
+        except asyncio.CancelledError:
+            self._leave()
+            raise
+        token = self._next()
+        if token is None:
+            raise StopAsyncIteration
+        return token
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    async def aclose(self) -> None:
+        """Leave the stream: abort the request if it still goes."""
+        self._leave()
+
+    def __iter__(self) -> Iterator[Token]:
+        while True:
+            self._run.changed.block_until(self._ready)
+            token = self._next()
+            if token is None:
+                return
+            yield token
+
+    def __del__(self) -> None:
+        self._leave()
+
+    def _ready(self) -> bool:
+        return len(self._run.tokens) > self._at or self._run.settled
+
+    def _next(self) -> Token | None:
+        if self._at < len(self._run.tokens):
+            token = self._run.tokens[self._at]
+            self._at += 1
+            return token
+        if self._run.error is not None:
+            raise self._run.error
+        return None
+
+    def _leave(self) -> None:
+        if not self._run.settled:
+            self._run.cancel()

@@ -1,0 +1,27 @@
+"""One generated token, with what was saved in the step that drew it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of a stream.
+
+    Attributes:
+        id: its number in the vocabulary.
+        text: the text that it adds; empty while a character is not complete.
+        index: 0 for the first token that is generated; also the number of the step that drew it.
+        logprob: natural logarithm of its probability, where `logprobs=` was asked for.
+        saves: values saved in its step, by name; a list or dict as it stood at the end of the step.
+        finish_reason: on the last token, vLLM's reason ("length", "stop", ...); else None.
+    """
+
+    id: int
+    text: str
+    index: int
+    logprob: float | None = None
+    saves: dict[str, Any] = field(default_factory=dict[str, Any])
+    finish_reason: str | None = None

@@ -1,0 +1,127 @@
+"""The `with` form: its body becomes the block of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+
+from nnsight_async.capture.body import BodyCapture
+from nnsight_async.errors import OutsideBlockError, SurfaceError
+from nnsight_async.runs.handle import Handle, Launcher, settle
+from nnsight_async.runs.saved import Saved
+
+if TYPE_CHECKING:
+    from nnsight_async.runs.request import Request
+
+T = TypeVar("T")
+
+
+class Tracer(Handle):
+    """What `with model.trace(...) as tracer` gives: inside the body it drives the block, after it, it is the run."""
+
+    def __init__(self, asynchronous: bool) -> None:
+        super().__init__()
+        self._asynchronous = asynchronous
+
+    @property
+    def saves(self) -> Any:
+        """Saved values by name. Async: `Saved` objects, `await saves` for all; sync: a dict of the values."""
+        found = super().saves
+        return found if self._asynchronous else found.result()
+
+    @property
+    def result(self) -> Any:
+        """vLLM's `RequestOutput` with the final values as `.saves`; in async mode, `await tracer.result`."""
+        found = super().result
+        return found if self._asynchronous else found()
+
+    @property
+    def iter(self) -> NoReturn:
+        """Steps to follow; only inside the block."""
+        raise _outside("tracer.iter")
+
+    def all(self) -> NoReturn:
+        """All steps; only inside the block."""
+        raise _outside("tracer.all()")
+
+    def stop(self) -> NoReturn:
+        """End the request at this step; only inside the block (outside: `cancel`)."""
+        raise _outside("tracer.stop()")
+
+    def __block_reference__(self) -> tuple[str, ...]:
+        return ("tracer",)
+
+
+def _outside(what: str) -> OutsideBlockError:
+    return OutsideBlockError(f"{what} belongs inside the `with model.trace(...)` block")
+
+
+class Trace:
+    """The context manager that `model.trace` returns."""
+
+    def __init__(self, launcher: Launcher, request: Request, asynchronous: bool) -> None:
+        self._launcher = launcher
+        self._request = request
+        self._asynchronous = asynchronous
+        self._tracer = Tracer(asynchronous)
+        self._capture: BodyCapture | None = None
+
+    def __enter__(self) -> Tracer:
+        if self._asynchronous:
+            raise SurfaceError('this model was built with mode="async": write `async with model.trace(...)`')
+        return self._enter(sys._getframe(1))
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        capture = self._left(exc_type, exc, traceback)
+        if capture is None:
+            return False
+        block = capture.block()
+        run = self._tracer._run = self._launcher.launch(self._request, block)
+        if settle(run).error is not None:
+            raise run.error  # type: ignore[misc]
+        capture.bind({name: run.ledger.values[name] for name in block.names if name in run.ledger.values})
+        return True
+
+    def __aenter__(self) -> _Ready[Tracer]:
+        if not self._asynchronous:
+            raise SurfaceError('this model was built with mode="sync": write `with model.trace(...)`, or pass mode="async"')
+        return _Ready(self._enter(sys._getframe(1)))
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        capture = self._left(exc_type, exc, traceback)
+        if capture is None:
+            return False
+        block = capture.block()
+        run = self._tracer._run = await self._launcher.alaunch(self._request, block)
+        capture.bind({name: Saved(run, name) for name in block.names})
+        return True
+
+    def _enter(self, frame: Any) -> Tracer:
+        self._capture = BodyCapture(frame)
+        self._capture.skip()
+        return self._tracer
+
+    def _left(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> BodyCapture | None:
+        """The capture, if the body was skipped; None if another exception is on its way."""
+        capture, self._capture = self._capture, None
+        assert capture is not None
+        return capture if capture.leave(exc_type, exc, traceback) else None
+
+
+class _Ready(Generic[T]):
+    """An awaitable that is there already: nothing may run between the entry and the body."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._value
+        yield

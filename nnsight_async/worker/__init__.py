@@ -1,0 +1,1 @@
+"""Inside vLLM's worker: where the runners are entered, and how values leave."""

@@ -1,0 +1,133 @@
+"""The blocks of the requests that this worker serves, from arrival to end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nnsight_async.capture.load import load
+from nnsight_async.interleave.block import BlockRun
+from nnsight_async.interleave.interleaver import Interleaver
+from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
+from nnsight_async.interleave.rows import Batch, Span
+from nnsight_async.runs.shipment import Shipment
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+    from nnsight_async.tree.envoy import Envoy
+    from nnsight_async.tree.model import ModelView
+    from nnsight_async.worker.composition import Composition
+    from nnsight_async.worker.outbox import Outbox
+
+
+class Blocks:
+    """Blocks by vLLM request id. Requests without a block cost one dictionary look-up per step at most."""
+
+    def __init__(self, interleaver: Interleaver, view: ModelView, outbox: Outbox) -> None:
+        self.interleaver = interleaver
+        self._view = view
+        self._outbox = outbox
+        self._runs: dict[str, BlockRun] = {}
+        self._rows: dict[BlockRun, int] = {}
+        self._requests = 0
+
+    @property
+    def live(self) -> int:
+        """How many runs have state here."""
+        return len(self._runs)
+
+    def schedule(self, scheduled: SchedulerOutput) -> None:
+        """Take in the requests that arrive with a step and let go of those that are over."""
+        for request in scheduled.scheduled_new_reqs:
+            if request.req_id not in self._runs:
+                self._arrive(request)
+        if self._runs:
+            self._part(scheduled.finished_req_ids)
+
+    def begin_step(self, step: Composition) -> None:
+        """The forward pass over `step` is about to run."""
+        if not self._runs:
+            return
+        spans: dict[BlockRun, Span] = {}
+        self._rows.clear()
+        for index, request in enumerate(step.requests):
+            run = self._runs.get(request)
+            if run is not None and not run.finished:
+                spans[run] = _span(run, step, index)
+                self._rows[run] = index
+        self._requests = len(step.requests)
+        if spans:
+            self.interleaver.begin_step(spans, Batch(step.rows, self._requests > 1))
+
+    def begin_sampling(self) -> None:
+        """The hidden states of the last tokens are about to become logits: one row per request."""
+        if self._rows:
+            spans = {run: Span(row, row + 1) for run, row in self._rows.items()}
+            self.interleaver.begin_sampling(spans, Batch(self._requests, self._requests > 1))
+
+    def logits(self, logits: Any) -> Any:
+        return self._fire(LOGITS, logits)
+
+    def samples(self, samples: Any) -> Any:
+        return self._fire(SAMPLES, samples)
+
+    def end_step(self) -> None:
+        if self._rows:
+            self._rows.clear()
+            self.interleaver.end_step()
+            self._outbox.flush()
+
+    def _fire(self, event: Location, value: Any) -> Any:
+        return self.interleaver.fire(event, value) if event in self.interleaver.waiting else value
+
+    def _arrive(self, request: NewRequestData) -> None:
+        shipped = Shipment.of(request.sampling_params)
+        if shipped is None:
+            return
+        run = BlockRun(shipped.run, self.interleaver, _prompt_rows(request), shipped.budget)
+        self._runs[request.req_id] = run
+        try:
+            run.program = load(shipped.block, lambda reference: self._resolve(run, reference))
+        except BaseException as error:
+            run.fail(error)
+
+    def _part(self, finished: Iterable[str]) -> None:
+        for request in finished:
+            run = self._runs.pop(request, None)
+            if run is not None:
+                self.interleaver.end(run)
+                self._outbox.flush()
+
+    def _resolve(self, run: BlockRun, reference: tuple[str, ...]) -> object:
+        match reference:
+            case ("model",):
+                return self._view
+            case ("tracer",):
+                return run.tracer
+            case ("module", path):
+                return envoy_at(self._view.tree, path)
+            case _:
+                raise ValueError(f"unknown reference {reference!r}")
+
+
+def envoy_at(root: Envoy, path: str) -> Envoy:
+    envoy = root
+    for part in path.split(".") if path else ():
+        envoy = envoy[part]
+    return envoy
+
+
+def _span(run: BlockRun, step: Composition, index: int) -> Span:
+    start, stop, computed = int(step.starts[index]), int(step.starts[index + 1]), int(step.computed[index])
+    replayed = min(max(run.position - computed, 0), stop - start)
+    return Span(start + replayed, stop, replayed, computed)
+
+
+def _prompt_rows(request: NewRequestData) -> int:
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return 0 if request.prompt_embeds is None else request.prompt_embeds.shape[0]
+
+

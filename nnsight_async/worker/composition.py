@@ -1,0 +1,20 @@
+"""What a runner adapter tells about a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Composition:
+    """Which rows of the step belong to which request, in the runner's order.
+
+    Request `i` has the rows `[starts[i], starts[i + 1])`, the first of which is its token at position `computed[i]`;
+    `rows` counts the padding too.
+    """
+
+    requests: Sequence[str]
+    starts: Sequence[int]
+    computed: Sequence[int]
+    rows: int

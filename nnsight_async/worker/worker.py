@@ -1,0 +1,124 @@
+"""What our worker adds to vLLM's: blocks on requests, and the manifest of its model."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import vllm
+
+from nnsight_async.interleave.interleaver import Interleaver
+from nnsight_async.interleave.order import Order
+from nnsight_async.tree.describe import describe
+from nnsight_async.tree.envoy import Envoy
+from nnsight_async.tree.model import ModelView
+from nnsight_async.tree.record import record
+from nnsight_async.worker.blocks import Blocks
+from nnsight_async.worker.outbox import Outbox
+from nnsight_async.worker.refuse import refuse
+from nnsight_async.worker.v1 import V1Entry
+from nnsight_async.worker.v2 import V2Entry
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from nnsight_async.tree.manifest import Manifest
+
+HOME = "NNSIGHT_ASYNC_HOME"
+"""Environment variable with the folder of the engine: the inbox's socket, and the last words of a worker that fails."""
+
+
+class BlockWorker:
+    """Mixed into a worker class of vLLM, in front of it (`Worker` of gpu_worker, `CPUWorker`; vLLM 0.32, 0.33)."""
+
+    nnsight_blocks: Blocks
+    nnsight_outbox: Outbox
+    nnsight_manifest: Manifest
+
+    def init_device(self) -> None:
+        with _last_words():
+            refuse(self.vllm_config)  # type: ignore[attr-defined]
+            super().init_device()  # type: ignore[misc]
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        with _last_words():
+            super().load_model(*args, **kwargs)  # type: ignore[misc]
+
+    def compile_or_warm_up_model(self) -> Any:
+        with _last_words():
+            times = super().compile_or_warm_up_model()  # type: ignore[misc]
+            self._nnsight_boot()
+            return times
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        self.nnsight_blocks.schedule(scheduler_output)
+        return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        output = super().sample_tokens(grammar_output)  # type: ignore[misc]
+        self.nnsight_blocks.end_step()
+        return output
+
+    def nnsight_describe(self) -> bytes:
+        """The manifest of this rank's model, encoded."""
+        return self.nnsight_manifest.encode()
+
+    def nnsight_counts(self) -> dict[str, int]:
+        """What blocks hold in this worker now."""
+        interleaver = self.nnsight_blocks.interleaver
+        return {
+            "runs": self.nnsight_blocks.live,
+            "waiting": len(interleaver.waiting),
+            "entered": interleaver.sites.entered,
+        }
+
+    def shutdown(self) -> None:
+        if hasattr(self, "nnsight_outbox"):
+            self.nnsight_outbox.close()
+        super().shutdown()  # type: ignore[misc]
+
+    def _nnsight_boot(self) -> None:
+        runner: Any = self.model_runner  # type: ignore[attr-defined]
+        entry = V2Entry if getattr(self, "use_v2_model_runner", False) else V1Entry
+        entry.check(runner)
+        model = runner.model
+
+        def forward() -> None:
+            model.compute_logits(entry.dummy_forward(runner)[:1])
+
+        calls = record(model, forward)
+        manifest = describe(model, repo=runner.model_config.model, vllm_version=vllm.__version__, calls=calls)
+        self.nnsight_manifest = manifest
+        self.nnsight_outbox = Outbox(f"ipc://{os.environ[HOME]}/inbox", runner.device)
+        view = ModelView(Envoy(manifest))
+        interleaver = Interleaver(model, _order(manifest), self.nnsight_outbox.report, view, _aliases(manifest))
+        self.nnsight_blocks = Blocks(interleaver, view, self.nnsight_outbox)
+        entry(runner, self.nnsight_blocks)
+
+
+def _order(manifest: Manifest) -> Order:
+    modules = manifest.modules
+    return Order(
+        {path: info.entries for path, info in modules.items()}, {path: info.exits for path, info in modules.items()}
+    )
+
+
+def _aliases(manifest: Manifest) -> dict[str, str]:
+    return {path: info.alias_of for path, info in manifest.modules.items() if info.alias_of is not None}
+
+
+@contextmanager
+def _last_words() -> Generator[None]:
+    """Leave the message of an exception where the engine finds it: vLLM itself reports only that a process ended."""
+    try:
+        yield
+    except BaseException as error:
+        home = os.environ.get(HOME)
+        if home:
+            words = "".join(traceback.format_exception_only(error)).strip()
+            Path(home, "last_words").write_text(words)
+        raise
