@@ -117,7 +117,16 @@ class Interleaver:
                 f"{path} holds an attention layer, which writes the key-value cache of the requests in this step; "
                 "only modules without attention can be applied inside a block"
             )
-        return module(*args, **kwargs)
+        return module(*map(self._real, args), **{name: self._real(value) for name, value in kwargs.items()})
+
+    def _real(self, value: Any) -> Any:
+        """The module that a path of the tree stands for; anything else as it is."""
+        reference = getattr(type(value), "__block_reference__", None)
+        match reference(value) if reference is not None else None:
+            case ("module", path):
+                return self.module(path)
+            case _:
+                return value
 
     # -- the turns -------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Generator
 from types import TracebackType
@@ -59,7 +60,11 @@ def _outside(what: str) -> OutsideBlockError:
 
 
 class Trace:
-    """The context manager that `model.trace` returns."""
+    """The context manager that `model.trace` returns.
+
+    `with` waits for the run and gives values; on a model of mode "async" it serves threads that have no event loop.
+    `async with` gives `Saved` objects.
+    """
 
     def __init__(self, launcher: Launcher, request: Request, asynchronous: bool) -> None:
         self._launcher = launcher
@@ -69,8 +74,12 @@ class Trace:
         self._capture: BodyCapture | None = None
 
     def __enter__(self) -> Tracer:
-        if self._asynchronous:
-            raise SurfaceError('this model was built with mode="async": write `async with model.trace(...)`')
+        if self._asynchronous and _loop_is_running():
+            raise SurfaceError(
+                "`with model.trace(...)` blocks this thread until the run has ended, and an event loop runs in it: write "
+                "`async with model.trace(...)`"
+            )
+        self._tracer = Tracer(asynchronous=False)
         return self._enter(sys._getframe(1))
 
     def __exit__(
@@ -81,8 +90,9 @@ class Trace:
             return False
         block = capture.block()
         run = self._tracer._run = self._launcher.launch(self._request, block)
-        if settle(run).error is not None:
-            raise run.error  # type: ignore[misc]
+        error = settle(run).error
+        if error is not None:
+            raise error from error.__cause__  # without our own signal that ended the body as its context
         capture.bind({name: run.ledger.values[name] for name in block.names if name in run.ledger.values})
         return True
 
@@ -114,6 +124,14 @@ class Trace:
         capture, self._capture = self._capture, None
         assert capture is not None
         return capture if capture.leave(exc_type, exc, traceback) else None
+
+
+def _loop_is_running() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 class _Ready(Generic[T]):
