@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nnsight_async.capture.bind import bind
+from nnsight_async.capture.block import Block
+from nnsight_async.capture.compile import template
+from nnsight_async.capture.diagnose import shipping_error
+from nnsight_async.capture.load import VERSION, Body
+from nnsight_async.capture.scope import Scope
+from nnsight_async.capture.ship import Unshippable, dumps
+from nnsight_async.capture.skip import BodySkip, SkipSignal
+from nnsight_async.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from types import FrameType, TracebackType
+
+_MODULE_NAMES = ("__name__", "__package__")  # for imports, warnings and loggers in the body
+
+
+class BodyCapture:
+    """The body of the `with` that `frame` is entering: not run here, but made into a block.
+
+    Raises `CaptureError` if its source cannot be had, or if it holds a statement that no block can.
+    """
+
+    def __init__(self, frame: FrameType) -> None:
+        self._frame = frame
+        self._template = template(frame)
+        self._statement = self._template.statement
+        self._skip = BodySkip(frame, self._statement.stop)
+
+    def skip(self, entered: object = None) -> None:
+        """Arrange that the body does not run; the last thing that `__enter__` does, before it returns `entered`."""
+        self._entered = entered
+        self._skip.arm()
+
+    def leave(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> bool:
+        """Give tracing back; True if the `with` ended because its body was skipped."""
+        self._skip.disarm()
+        if self._skip.fired and (target := self._statement.stop.target) is not None:
+            self.bind({target: self._entered})
+        if self._skip.caused(exc):
+            return True
+        if exc is not None and isinstance(exc.__context__, SkipSignal):  # raised by a later context manager's exit
+            exc.__context__ = None
+        if exc is None and not self._skip.fired and self._statement.stop.offsets:
+            raise CaptureError(
+                f"{self._frame.f_code.co_filename}, line {self._statement.node.lineno}: the body of this `with` ran "
+                "here instead of becoming a block, because something else took the trace function of this thread away. "
+                "Put the trace last in the `with`, or use the function form: model.run(prompt, probe)"
+            )
+        return False
+
+    def block(self) -> Block:
+        """The block, with the values that outer names have now; ShippingError names one that cannot travel."""
+        scope = Scope(self._frame, self._statement)
+        free = _present(self._template.free, scope.seen)
+        entries = _present((*self._template.certain, *self._template.possible), scope.own)
+        code = self._frame.f_code
+        return Block(
+            payload=VERSION + self._payload(free, entries),
+            names=self._template.names,
+            filename=code.co_filename,
+            first_line=self._statement.node.lineno,
+            function=code.co_name,
+        )
+
+    def bind(self, values: Mapping[str, object]) -> None:
+        """Assign `values` to the variables of the caller."""
+        bind(self._frame, values, self._statement.declared_global)
+
+    def _payload(self, free: dict[str, Any], entries: dict[str, Any]) -> bytes:
+        try:
+            return self._dumps(free, entries)
+        except Unshippable as failure:
+            return self._without_stale(free, entries, failure)
+
+    def _without_stale(self, free: dict[str, Any], entries: dict[str, Any], failure: Unshippable) -> bytes:
+        """Names that the body may well assign first can hold what an earlier trace left there: they may stay behind."""
+        certain = {name: value for name, value in entries.items() if name in self._template.certain}
+        kept = dict(entries)
+        for name in entries.keys() - certain.keys():
+            try:
+                dumps(entries[name], self._template.attributes)
+            except Unshippable:
+                del kept[name]
+        if len(kept) < len(entries):
+            try:
+                return self._dumps(free, kept)
+            except Unshippable as other:
+                failure = other
+        raise shipping_error(
+            {**free, **certain},
+            self._template.attributes,
+            self._frame.f_code.co_filename,
+            self._template.lines,
+            failure,
+        ) from failure.__cause__
+
+    def _dumps(self, free: dict[str, Any], entries: dict[str, Any]) -> bytes:
+        namespace = self._frame.f_globals
+        names = {name: namespace[name] for name in _MODULE_NAMES if name in namespace}
+        body = Body(self._template.code(tuple(entries)), {**names, **free}, tuple(entries.values()))
+        return dumps(body, self._template.attributes)
+
+
+def _present(names: tuple[str, ...], value_of: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for name in names:
+        try:
+            values[name] = value_of(name)
+        except KeyError:
+            continue
+    return values

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import ast
+import dis
+import marshal
+import weakref
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from nnsight_async.capture.find import find
+from nnsight_async.capture.live import read_first
+from nnsight_async.capture.rewrite import rewrite_saves
+from nnsight_async.capture.rules import check
+from nnsight_async.capture.source import nested_codes
+from nnsight_async.errors import CaptureError
+
+if TYPE_CHECKING:
+    from types import CodeType, FrameType
+
+    from nnsight_async.capture.find import Statement
+
+_PARAMETERS = ("__nnsight_model__", "__nnsight_tracer__")
+_NAME = "__nnsight_block__"
+_GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_GLOBAL"})
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """The function that a body becomes; its first parameters are the model and the tracer, which the text never names.
+
+    Names that the body assigns and may read before are further parameters, as far as they have a value outside;
+    names that it only reads are globals of the function.
+    """
+
+    names: tuple[str, ...]
+    free: tuple[str, ...]
+    certain: frozenset[str]
+    possible: frozenset[str]
+    lines: dict[str, int]  # where each name is first used
+    attributes: frozenset[str]
+    statement: Statement
+    _body: list[ast.stmt]
+    _codes: dict[tuple[str, ...], bytes] = field(default_factory=dict[tuple[str, ...], bytes])
+
+    def code(self, entries: tuple[str, ...]) -> bytes:
+        """The marshalled code with `entries` as further parameters."""
+        known = self._codes.get(entries)
+        if known is None:
+            code = _compile(self._body, self.statement, entries)
+            known = self._codes[entries] = marshal.dumps(code)
+        return known
+
+
+_templates: dict[tuple[int, int], Template] = {}
+
+
+def template(frame: FrameType) -> Template:
+    """The body of the `with` that `frame` is entering, compiled; CaptureError if it holds what no block can."""
+    code = frame.f_code
+    key = (id(code), frame.f_lasti)
+    known = _templates.get(key)
+    if known is None:
+        known = _templates[key] = _template(find(frame))
+        weakref.finalize(code, _templates.pop, key, None)  # a template does not keep the code it was made from
+    return known
+
+
+def _template(statement: Statement) -> Template:
+    check(statement.node.body, statement.source)
+    certain, possible = read_first(statement.node.body)
+    body, names = rewrite_saves(statement.node.body)
+    code = _compile(body, statement, ())
+    own = set(code.co_varnames) | set(code.co_cellvars)
+    mangled = {mangle(name, statement.class_name): name for name in certain | possible}
+    return Template(
+        names=names,
+        free=global_reads(code),
+        certain=frozenset(m for m, name in mangled.items() if name in certain and m in own),
+        possible=frozenset(m for m, name in mangled.items() if name in possible and m in own),
+        lines=_first_uses(statement),
+        attributes=attribute_names(code),
+        statement=statement,
+        _body=body,
+    )
+
+
+def _compile(body: list[ast.stmt], statement: Statement, entries: tuple[str, ...]) -> CodeType:
+    parameters = ", ".join((*_PARAMETERS, *entries))
+    tree = ast.parse(f"def {_NAME}({parameters}): pass")
+    function = tree.body[0]
+    assert isinstance(function, ast.FunctionDef)
+    function.body = body
+    function.lineno, function.end_lineno = statement.node.lineno, statement.node.end_lineno
+    if statement.class_name is not None:  # for the sake of private names
+        around = ast.parse(f"class {statement.class_name}: pass")
+        around.body[0].body = [function]  # type: ignore[attr-defined]
+        tree = around
+    try:
+        module = compile(tree, statement.source.filename, "exec", statement.flags, dont_inherit=True)
+    except SyntaxError as error:
+        where = f"{statement.source.filename}, line {error.lineno}"
+        raise CaptureError(f"{where}: {error.msg}, in the body of a block") from None
+    code = next(code for code in nested_codes(module) if code.co_name == _NAME)
+    return code.replace(co_name=statement.function, co_qualname=statement.qualname)
+
+
+def mangle(name: str, class_name: str | None) -> str:
+    """The name that `__x` has inside a class."""
+    if class_name is None or not name.startswith("__") or name.endswith("__") or not class_name.strip("_"):
+        return name
+    return f"_{class_name.lstrip('_')}{name}"
+
+
+def global_reads(code: CodeType) -> tuple[str, ...]:
+    """Names that `code`, and every code inside it, looks up in its globals, in the order of first use."""
+    instructions = (instruction for inner in nested_codes(code) for instruction in dis.get_instructions(inner))
+    return tuple(dict.fromkeys(i.argval for i in instructions if i.opname in _GLOBAL_READS))
+
+
+def attribute_names(code: CodeType) -> frozenset[str]:
+    return frozenset(name for inner in nested_codes(code) for name in inner.co_names)
+
+
+def _first_uses(statement: Statement) -> dict[str, int]:
+    uses: dict[str, int] = {}
+    for node in ast.walk(ast.Module(statement.node.body, [])):
+        if isinstance(node, ast.Name):
+            name = mangle(node.id, statement.class_name)
+            uses[name] = min(node.lineno, uses.get(name, node.lineno))
+    return uses

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import marshal
+import pickle
+import sys
+from collections.abc import Callable
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
+
+from nnsight_async.errors import ShippingError
+
+Resolve = Callable[[tuple[str, ...]], object]
+Program = Callable[[object, object], object]
+
+VERSION = bytes(sys.version_info[:2])
+"""The head of every payload: code objects are those of one minor version of Python."""
+
+
+class Body(NamedTuple):
+    """The body of a `with`, as it travels: code, the names of its globals, and the values its parameters start from."""
+
+    code: bytes
+    namespace: dict[str, Any]
+    entries: tuple[Any, ...]
+
+    def program(self) -> Program:
+        """A function of (model, tracer); each call starts from the same values."""
+        code = _code(self.code)
+        return FunctionType(code, {**self.namespace, "__builtins__": builtins}, code.co_name, self.entries)
+
+
+@functools.lru_cache(maxsize=256)
+def _code(marshalled: bytes) -> CodeType:
+    return marshal.loads(marshalled)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, payload: bytes, resolve: Resolve) -> None:
+        super().__init__(io.BytesIO(payload))
+        self._resolve = resolve
+
+    def persistent_load(self, pid: Any) -> object:
+        return self._resolve(pid)
+
+
+def load(payload: bytes, resolve: Resolve) -> Program:
+    """The block as a function of (model, tracer); `resolve` turns references into what they mean here.
+
+    Raises `ShippingError` if the block was made by another minor version of Python.
+    """
+    head = len(VERSION)
+    if payload[:head] != VERSION:
+        theirs, ours = (".".join(map(str, version)) for version in (payload[:head], VERSION))
+        raise ShippingError(
+            f"the block was made by Python {theirs} and this worker runs Python {ours}: code travels only between "
+            f"equal minor versions. Run the client with Python {ours}."
+        )
+    value: Any = _Unpickler(payload[head:], resolve).load()
+    return value.program() if type(value) is Body else value

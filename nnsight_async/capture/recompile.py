@@ -1,0 +1,124 @@
+"""Functions compiled again with their saves rewritten, where their source can be had."""
+
+from __future__ import annotations
+
+import ast
+import weakref
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nnsight_async.capture.agree import Span, agree
+from nnsight_async.capture.compile import attribute_names
+from nnsight_async.capture.rewrite import SaveRewriter
+from nnsight_async.capture.source import Source, source_of
+from nnsight_async.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+
+
+class _Recompiled(NamedTuple):
+    code: CodeType | None  # None: it saves nothing, or its source cannot be had
+    names: tuple[str, ...]
+
+
+_NOTHING = _Recompiled(None, ())
+_known: dict[tuple[int, bool], _Recompiled] = {}
+
+
+def recompiled(function: FunctionType, *, named: bool) -> tuple[FunctionType, tuple[str, ...]]:
+    """`function` with its saves rewritten, and the names they supply if `named`."""
+    result = _of_code(function.__code__, function.__globals__, named)
+    if result.code is None:
+        return function, ()
+    return with_code(function, result.code), result.names
+
+
+def with_code(function: FunctionType, code: CodeType) -> FunctionType:
+    """A copy of `function` that runs `code`."""
+    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__annotations__ = function.__annotations__
+    copy.__qualname__ = function.__qualname__
+    copy.__module__ = function.__module__
+    copy.__doc__ = function.__doc__
+    copy.__dict__.update(function.__dict__)
+    return copy
+
+
+def _of_code(code: CodeType, namespace: dict[str, Any], named: bool) -> _Recompiled:
+    key = (id(code), named)
+    known = _known.get(key)
+    if known is None:
+        known = _known[key] = _recompile(code, namespace, named) if "save" in attribute_names(code) else _NOTHING
+        weakref.finalize(code, _known.pop, key, None)
+    return known
+
+
+def _recompile(code: CodeType, namespace: dict[str, Any], named: bool) -> _Recompiled:
+    try:
+        source = source_of(code, namespace)
+    except CaptureError:
+        return _NOTHING
+    node = next(_nodes(source.tree, code), None)
+    path = _path(source, code, node) if node is not None else None
+    if path is None:
+        return _NOTHING
+    tree = source.parse()
+    rewriter = SaveRewriter(named=named)
+    _rewrite(next(_nodes(tree, code)), rewriter)
+    result = _follow(source.compile(tree), path)
+    return _Recompiled(result, tuple(rewriter.names)) if _same_call(result, code) else _NOTHING
+
+
+def _rewrite(node: _Function, rewriter: SaveRewriter) -> None:
+    if isinstance(node, ast.Lambda):
+        node.body = rewriter.visit(node.body)
+    else:
+        node.body = rewriter.rewrite_body(node.body)
+
+
+def _nodes(tree: ast.Module, code: CodeType) -> Iterator[_Function]:
+    spans = {Span(*(part or 0 for part in (p[0], p[2], p[1], p[3]))) for p in code.co_positions()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Lambda):
+            if code.co_name == "<lambda>" and node.lineno == code.co_firstlineno and Span.of(node.body) in spans:
+                yield node
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            if node.name == code.co_name and first == code.co_firstlineno:
+                yield node
+
+
+def _path(source: Source, code: CodeType, node: _Function) -> tuple[int, ...] | None:
+    """Where the code is within the compiled file: at each level, the how-manieth code object to enter."""
+    for path, other in _numbered(source.module, ()):
+        if (
+            other.co_name == code.co_name
+            and other.co_firstlineno == code.co_firstlineno
+            and agree(code, other, node, source.tree)
+        ):
+            return path
+    return None
+
+
+def _numbered(code: CodeType, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], CodeType]]:
+    yield path, code
+    for number, inner in enumerate(_inner(code)):
+        yield from _numbered(inner, (*path, number))
+
+
+def _follow(code: CodeType, path: tuple[int, ...]) -> CodeType:
+    for number in path:
+        code = _inner(code)[number]
+    return code
+
+
+def _inner(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+
+
+def _same_call(new: CodeType, old: CodeType) -> bool:
+    return new.co_freevars == old.co_freevars and new.co_name == old.co_name and new.co_argcount == old.co_argcount

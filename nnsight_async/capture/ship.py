@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import pickle
+import sys
+import threading
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from nnsight_async.capture.compile import attribute_names
+from nnsight_async.capture.recompile import recompiled
+from nnsight_async.capture.userland import is_user_module
+
+if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
+_FILES_AND_LOOPS = (io.TextIOWrapper, io.BufferedIOBase, io.RawIOBase, asyncio.AbstractEventLoop)
+_STREAMS = ("stdin", "stdout", "stderr")
+_registry = threading.RLock()
+
+
+class Unshippable(Exception):  # noqa: N818 -- becomes a ShippingError when the variable is known
+    """`culprit` cannot be pickled."""
+
+    def __init__(self, culprit: object) -> None:
+        super().__init__()
+        self.culprit = culprit
+
+
+def dumps(value: object, attributes: AbstractSet[str]) -> bytes:
+    """Pickle `value`; functions and classes of the user's own modules go by value, with their saves rewritten.
+
+    Of a module of the user's that is itself a value, only what is named in `attributes`, or in a function that goes
+    too, is taken along. Raises `Unshippable`.
+    """
+    known = set(attributes)
+    while True:
+        pickler = _BlockPickler(known)
+        result = pickler.dumps(value)
+        if not pickler.missed:
+            return result
+
+
+class _BlockPickler(cloudpickle.Pickler):
+    def __init__(self, attributes: set[str]) -> None:
+        self._buffer = io.BytesIO()
+        super().__init__(self._buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self.missed = False  # whether a module went before all that is used of it was known
+        self._attributes = attributes
+        self._sent_module = False
+        self._registered: dict[ModuleType, bool] = {}  # module: whether it was registered by us
+        self._current: object = None
+
+    def dumps(self, value: object) -> bytes:
+        try:
+            self.dump(value)
+        except Exception as error:
+            raise Unshippable(self._current) from error
+        finally:
+            self._unregister()
+        return self._buffer.getvalue()
+
+    def persistent_id(self, obj: object) -> tuple[str, ...] | None:
+        reference = getattr(type(obj), "__block_reference__", None)
+        return None if reference is None else reference(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        self._current = obj
+        if isinstance(obj, FunctionType):
+            obj = self._prepared(obj)
+        elif isinstance(obj, type):
+            self._register(obj.__module__)
+        elif isinstance(obj, ModuleType):
+            if is_user_module(obj.__name__):
+                return self._reduce_module(obj)
+        elif isinstance(obj, _FILES_AND_LOOPS) and not isinstance(obj, io.BytesIO):
+            return _reduce_stream(obj)
+        return super().reducer_override(obj)
+
+    def _prepared(self, function: FunctionType) -> FunctionType:
+        module = function.__module__
+        if module in sys.modules and not self._register(module):
+            return function
+        self._learn(attribute_names(function.__code__))
+        return recompiled(function, named=False)[0]
+
+    def _learn(self, names: AbstractSet[str]) -> None:
+        if self._sent_module and not names <= self._attributes:
+            self.missed = True
+        self._attributes |= names
+
+    def _reduce_module(self, module: ModuleType) -> tuple[object, ...]:
+        self._sent_module = True
+        state = {name: value for name, value in vars(module).items() if name in self._attributes}
+        return ModuleType, (module.__name__,), state
+
+    def _register(self, name: str) -> bool:
+        """Whether `name` is a user's module; if so cloudpickle takes what it defines by value until this dump ends."""
+        if name == "__main__":  # always taken by value
+            return True
+        if not is_user_module(name):
+            return False
+        module = sys.modules[name]
+        if module not in self._registered:
+            if not self._registered:
+                _registry.acquire()
+            self._registered[module] = name not in cloudpickle.list_registry_pickle_by_value()
+            cloudpickle.register_pickle_by_value(module)
+        return True
+
+    def _unregister(self) -> None:
+        for module, ours in self._registered.items():
+            if ours:
+                cloudpickle.unregister_pickle_by_value(module)
+        if self._registered:
+            _registry.release()
+
+
+def _reduce_stream(obj: object) -> tuple[object, ...]:
+    for name in _STREAMS:
+        if obj is getattr(sys, name):
+            return getattr, (sys, name)
+    raise pickle.PicklingError(f"cannot pickle {type(obj).__name__!r} object")

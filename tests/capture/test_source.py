@@ -1,0 +1,222 @@
+"""The text that is compiled is the text that runs, or there is an error that says so."""
+
+from __future__ import annotations
+
+import doctest
+import importlib.util
+import linecache
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnsight_async.errors import CaptureError
+
+PROGRAM = """
+def run(trace):
+    before = 1
+    with trace():
+        x = before + 1
+        x.save()
+    done = True
+    result = x
+    return result if done else None
+"""
+
+
+def load_module(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    later = path.stat().st_mtime + 10
+    os.utime(path, (later, later))
+
+
+def test_a_file(program: Path, trace: Any) -> None:
+    assert load_module(program).run(trace) == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("before + 1", "before + 2"),
+        ("before + 1", "before - 1"),
+        ("        x = before + 1\n        x.save()\n", "        x = before + 1\n        x\n"),
+        ("        x.save()\n", ""),
+        ("        x.save()\n", "        x.save()\n        y = 1\n"),
+        ("def run", "\ndef run"),
+        ("with trace():", "if trace():"),
+        ("with trace():", "with trace(:"),
+    ],
+)
+def test_a_file_edited_after_it_was_loaded_is_not_traced(old: str, new: str, program: Path, trace: Any) -> None:
+    module = load_module(program)
+    edit(program, old, new)
+
+    with pytest.raises(CaptureError, match=r"program\.py changed after it was loaded.*Reload"):
+        module.run(trace)
+
+
+def test_an_edit_elsewhere_in_the_file_does_not_matter(program: Path, trace: Any) -> None:
+    module = load_module(program)
+    edit(program, "result = x", "result = 7")
+
+    assert module.run(trace) == 2
+
+
+def test_an_edit_after_the_first_capture_does_not_matter(program: Path, trace: Any) -> None:
+    module = load_module(program)
+    module.run(trace)
+    edit(program, "before + 1", "before + 2")
+
+    assert module.run(trace) == 2
+
+
+def test_a_module_loaded_again_is_traced_anew(program: Path, trace: Any) -> None:
+    load_module(program).run(trace)
+    edit(program, "before + 1", "before + 2")
+
+    assert load_module(program).run(trace) == 3
+
+
+def test_a_file_that_is_gone(program: Path, trace: Any) -> None:
+    module = load_module(program)
+    program.unlink()
+    linecache.clearcache()
+
+    with pytest.raises(CaptureError, match=r"def probe\(model, tracer\)"):
+        module.run(trace)
+
+
+def test_text_without_a_source(trace: Any) -> None:
+    namespace: dict[str, Any] = {}
+    exec(PROGRAM, namespace)
+
+    with pytest.raises(CaptureError, match=r"function form(.|\n)*def probe\(model, tracer\)(.|\n)*model\.run\(prompt, probe\)"):
+        namespace["run"](trace)
+
+
+def test_a_cell_known_to_linecache(cell: Any, trace: Any) -> None:
+    assert cell(PROGRAM + "result = run(trace)", trace=trace)["result"] == 2
+
+
+def test_a_cell_with_another_text_under_the_same_name(cell: Any, trace: Any) -> None:
+    namespace = cell(PROGRAM, trace=trace)
+    filename = namespace["run"].__code__.co_filename
+    text = PROGRAM.replace("before + 1", "before + 9")
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+
+    with pytest.raises(CaptureError):
+        namespace["run"](trace)
+
+
+def test_asserts_that_pytest_has_rewritten(trace: Any) -> None:
+    limit = 3
+    assert limit, "before"
+    with trace():
+        assert limit == 3, "inside"
+        x = limit * 2
+        assert [x for x in (x,)] == [6]
+        x.save()
+    assert x == 6, "after"
+
+
+def test_a_body_that_begins_with_an_assert(trace: Any) -> None:
+    limit = 3
+    with trace():
+        assert limit == 3
+        x = (limit).save()
+
+    assert x == 3
+
+
+def test_a_doctest(trace: Any) -> None:
+    text = ">>> with trace():\n...     x = 3\n...     x.save()\n>>> x\n3\n"
+    case = doctest.DocTestParser().get_doctest(text, {"trace": trace}, "example", "example.py", 0)
+
+    assert doctest.DocTestRunner(verbose=False).run(case).failed == 0
+
+
+def test_future_imports_hold_in_the_block(cell: Any, trace: Any) -> None:
+    text = """
+    from __future__ import annotations
+    with trace():
+        def f(x: Missing): return 1
+        x = f(0).save()
+    """
+
+    assert cell(text, trace=trace)["x"] == 1
+
+
+SCRIPT = """
+import sys
+from nnsight_async.capture.body import BodyCapture
+class T:
+    def __enter__(self):
+        self.c = BodyCapture(sys._getframe(1))
+        self.c.skip(self)
+        return self
+    def __exit__(self, *e):
+        return self.c.leave(*e)
+with T() as t:
+    print('ran')
+    x = (1).save()
+print(t.c.block().names)
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 13), reason="Python keeps the text of -c from 3.13 on")
+def test_python_dash_c() -> None:
+    result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+
+    assert result.stdout == "('x',)\n"
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python keeps the text of -c from 3.13 on")
+def test_python_dash_c_names_the_function_form() -> None:
+    result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+
+    assert "def probe(model, tracer)" in result.stderr
+
+
+def test_a_script(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    result = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
+
+    assert result.stdout == "('x',)\n"
+
+
+def test_an_ipython_cell(trace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("IPython")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
+    from IPython.core.interactiveshell import InteractiveShell
+
+    shell = InteractiveShell(user_ns={"trace": trace})
+    try:
+        shell.run_cell("a = 1\nwith trace():\n    x = a + 1\n    x.save()\n").raise_error()
+        shell.run_cell("async with trace():\n    y = x + 1\n    y.save()\n").raise_error()
+    finally:
+        shell.history_manager.end_session()
+
+    assert (shell.user_ns["x"], shell.user_ns["y"]) == (2, 3)
