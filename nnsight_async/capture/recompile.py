@@ -81,25 +81,23 @@ def _rewrite(node: _Function, rewriter: SaveRewriter) -> None:
 
 
 def _nodes(tree: ast.Module, code: CodeType) -> Iterator[_Function]:
-    spans = {Span(*(part or 0 for part in (p[0], p[2], p[1], p[3]))) for p in code.co_positions()}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Lambda):
-            if code.co_name == "<lambda>" and node.lineno == code.co_firstlineno and Span.of(node.body) in spans:
-                yield node
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            if node.name == code.co_name and first == code.co_firstlineno:
-                yield node
+    return (node for node in ast.walk(tree) if isinstance(node, _Function) and _defines(node, code))
+
+
+def _defines(node: _Function, code: CodeType) -> bool:
+    if isinstance(node, ast.Lambda):
+        if code.co_name != "<lambda>" or node.lineno != code.co_firstlineno:
+            return False
+        places = {(line, column, end, end_column) for line, end, column, end_column in code.co_positions()}
+        return Span.of(node.body) in places
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    return node.name == code.co_name and first == code.co_firstlineno
 
 
 def _path(source: Source, code: CodeType, node: _Function) -> tuple[int, ...] | None:
     """Where the code is within the compiled file: at each level, the how-manieth code object to enter."""
     for path, other in _numbered(source.module, ()):
-        if (
-            other.co_name == code.co_name
-            and other.co_firstlineno == code.co_firstlineno
-            and agree(code, other, node, source.tree)
-        ):
+        if _defines(node, other) and agree(code, other, node, source.tree):
             return path
     return None
 

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import asyncio
 import io
+import marshal
 import pickle
 import sys
 import threading
-from types import FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
 from nnsight_async.capture.compile import attribute_names
+from nnsight_async.capture.load import ORIGIN, load_code, set_class_state
 from nnsight_async.capture.recompile import recompiled
 from nnsight_async.capture.userland import is_user_module
 
@@ -71,8 +73,13 @@ class _BlockPickler(cloudpickle.Pickler):
         self._current = obj
         if isinstance(obj, FunctionType):
             obj = self._prepared(obj)
+        elif isinstance(obj, MethodType) and hasattr(type(obj.__self__), "__block_reference__"):
+            return getattr, (obj.__self__, obj.__name__)  # the method of what the reference means there
+        elif isinstance(obj, CodeType):
+            return load_code, (marshal.dumps(obj),)
         elif isinstance(obj, type):
             self._register(obj.__module__)
+            return _reduce_class(super().reducer_override(obj))
         elif isinstance(obj, ModuleType):
             if is_user_module(obj.__name__):
                 return self._reduce_module(obj)
@@ -117,6 +124,13 @@ class _BlockPickler(cloudpickle.Pickler):
                 cloudpickle.unregister_pickle_by_value(module)
         if self._registered:
             _registry.release()
+
+
+def _reduce_class(reduced: Any) -> Any:
+    if not isinstance(reduced, tuple) or len(reduced) != 6 or reduced[5] is None:
+        return reduced
+    state, fill = reduced[2], reduced[5]
+    return (*reduced[:2], (ORIGIN, fill, state), *reduced[3:5], set_class_state)
 
 
 def _reduce_stream(obj: object) -> tuple[object, ...]:

@@ -4,7 +4,7 @@ import itertools
 import linecache
 import sys
 import textwrap
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -40,7 +40,7 @@ class Trace:
     def __block_reference__(self) -> tuple[str, ...]:
         return ("tracer",)
 
-    def __enter__(self) -> Trace:
+    def __enter__(self) -> Self:
         return self._enter(sys._getframe(1))
 
     def _enter(self, frame: Any) -> Trace:
@@ -93,6 +93,7 @@ def saves(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
         return function(value, name) if function is save else function(value)
 
     for function in (save, save_expression, named_save):
+        function.__module__, function.__qualname__ = context.__name__, function.__name__
         monkeypatch.setattr(context, function.__name__, function)
     return saved
 

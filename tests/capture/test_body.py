@@ -27,9 +27,7 @@ BODIES = {
         "def even(n):\n    return n == 0 or odd(n - 1)\ndef odd(n):\n    return n != 0 and even(n - 1)\nresult = even(10)"
     ),
     "a generator": "def g():\n    for x in items:\n        yield x + a\nresult = list(g())",
-    "nonlocal inside the body": (
-        "n = 0\ndef f():\n    nonlocal n\n    n += a\n    return n\nf()\nf()\nresult = n"
-    ),
+    "nonlocal inside the body": ("n = 0\ndef f():\n    nonlocal n\n    n += a\n    return n\nf()\nf()\nresult = n"),
     "a class": "class P:\n    scale = a\n    def f(self, x):\n        return x * self.scale + b\nresult = P().f(3)",
     "a decorated function": "@helper\ndef f():\n    return a\nresult = f",
     "a decorated function first": "@(lambda f: f())\ndef f():\n    return a\nresult = f",
@@ -160,8 +158,7 @@ def test_private_names_of_a_class(trace: Any) -> None:
             __local = 4
             with trace():
                 __local += self.__balance
-                found = __local.save()
-            return found
+                return __local.save()
 
     assert Account().read() == 7
 
@@ -260,7 +257,8 @@ def test_the_block_describes_itself(trace: Any) -> None:
 
 
 def test_an_empty_body_is_an_empty_block(trace: Any) -> None:
-    with trace() as run: pass  # noqa: E701
+    with trace() as run:
+        pass  # noqa: E701
 
     assert run.captured
     assert run.block.names == ()

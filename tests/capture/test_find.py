@@ -22,23 +22,25 @@ def test_several_statements_on_a_line(cell: Any, trace: Any) -> None:
 
 def test_a_body_on_the_line_of_its_header(trace: Any) -> None:
     before = 3
-    with trace() as run: result = (before + 1).save(); other = (before + 2).save()  # noqa: E701, E702
+    with trace() as run:
+        result = (before + 1).save()
+        other = (before + 2).save()  # noqa: E701, E702
 
     assert (result, other, run.block.names) == (4, 5, ("result", "other"))
 
 
 def test_nested_in_one_another(trace: Any) -> None:
-    with nullcontext(1) as outside:
-        with nullcontext(2) as between:
-            with trace():  # noqa: SIM117
-                with nullcontext(3) as inside:
-                    result = (outside, between, inside).save()
+    with nullcontext(1) as outside, nullcontext(2) as between, trace():  # noqa: SIM117
+        with nullcontext(3) as inside:
+            result = (outside, between, inside).save()
 
     assert result == (1, 2, 3)
 
 
 def test_nested_on_one_line(cell: Any, trace: Any) -> None:
-    text = "from contextlib import nullcontext\nif 1:\n  with nullcontext(1) as a:\n    with trace(): b = (a + 1).save()"
+    text = (
+        "from contextlib import nullcontext\nif 1:\n  with nullcontext(1) as a:\n    with trace(): b = (a + 1).save()"
+    )
 
     assert cell(text, trace=trace)["b"] == 2
 
@@ -54,7 +56,9 @@ def test_nested_on_one_line(cell: Any, trace: Any) -> None:
         "(nullcontext((5, 6)) as (\n   a, b), \n   trace(\n   ) as t\n)",
     ],
 )
-@pytest.mark.parametrize("body", ["\n    c = (a + b).save()", " c = (a + b).save()", "\n    try: c = (a + b).save()\n    finally: pass"])
+@pytest.mark.parametrize(
+    "body", ["\n    c = (a + b).save()", " c = (a + b).save()", "\n    try: c = (a + b).save()\n    finally: pass"]
+)
 def test_among_several_context_managers(header: str, body: str, cell: Any, trace: Any) -> None:
     if body.endswith("pass") and "nullcontext(6) as b" in header.split("trace", 1)[1]:
         with pytest.raises(CaptureError, match=r"begins with `try`.*statement before the `try`"):
@@ -113,8 +117,7 @@ def test_among_context_managers_that_suspend(trace: Any) -> None:
 
     async def run() -> object:
         async with slow(1) as a, trace(), slow(2) as b:
-            x = (a + b).save()
-        return x
+            return (a + b).save()
 
     assert asyncio.run(run()) == 3
 
@@ -122,8 +125,7 @@ def test_among_context_managers_that_suspend(trace: Any) -> None:
 def test_a_task_group_after_it_does_not_notice(trace: Any) -> None:
     async def run() -> object:
         async with trace(), asyncio.TaskGroup():
-            x = (1).save()
-        return x
+            return (1).save()
 
     assert asyncio.run(run()) == 1
 
@@ -136,8 +138,7 @@ def test_under_a_decorator(trace: Any) -> None:
     @twice
     def run() -> int:
         with trace():
-            x = (1).save()
-        return x
+            return (1).save()
 
     assert run() == ((1, 1), (1, 1))
 

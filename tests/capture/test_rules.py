@@ -69,6 +69,7 @@ def test_import_star_is_refused(cell: Any, trace: Any) -> None:
 
 def test_functions_in_the_body_may_return_yield_and_await(trace: Any) -> None:
     with trace() as run:
+
         def f() -> int:
             for _ in range(3):
                 break

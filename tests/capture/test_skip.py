@@ -39,7 +39,8 @@ def test_tracing_is_off_again_afterwards(trace: Any, untraced: None) -> None:
 
 
 def test_one_line_bodies_leave_no_opcode_tracing(trace: Any, untraced: None) -> None:
-    with trace(): (1).save()  # noqa: E701
+    with trace():
+        (1).save()  # noqa: E701
 
     assert (sys._getframe().f_trace_lines, sys._getframe().f_trace_opcodes) == (True, False)
 
@@ -80,7 +81,7 @@ def test_an_error_on_leaving_a_later_context_manager_does_not_mention_us(trace: 
             raise OSError("no")
 
     with pytest.raises(OSError, match="no") as caught, trace(), failing():
-        pass_over = 1  # noqa: F841
+        pass_over = 1
 
     assert caught.value.__context__ is None
 
@@ -262,7 +263,11 @@ def test_a_body_that_ran_after_all_is_an_error(trace: Any, untraced: None) -> No
         sys.settrace(None)
         yield
 
-    with pytest.raises(CaptureError, match=r"ran here instead of becoming a block.*Put the trace last"), trace(), untrace():
+    with (
+        pytest.raises(CaptureError, match=r"ran here instead of becoming a block.*Put the trace last"),
+        trace(),
+        untrace(),
+    ):
         ran = 1
 
     assert ran == 1

@@ -112,7 +112,9 @@ def test_text_without_a_source(trace: Any) -> None:
     namespace: dict[str, Any] = {}
     exec(PROGRAM, namespace)
 
-    with pytest.raises(CaptureError, match=r"function form(.|\n)*def probe\(model, tracer\)(.|\n)*model\.run\(prompt, probe\)"):
+    with pytest.raises(
+        CaptureError, match=r"function form(.|\n)*def probe\(model, tracer\)(.|\n)*model\.run\(prompt, probe\)"
+    ):
         namespace["run"](trace)
 
 
@@ -136,7 +138,9 @@ def test_asserts_that_pytest_has_rewritten(trace: Any) -> None:
     with trace():
         assert limit == 3, "inside"
         x = limit * 2
-        assert [x for x in (x,)] == [6]
+        assert [
+            x,
+        ] == [6]
         x.save()
     assert x == 6, "after"
 
