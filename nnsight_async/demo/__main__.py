@@ -14,12 +14,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
+# bfloat16 rounds enough to change what so small a model answers.
+ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20}
+
+QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONWARNINGS": "ignore::FutureWarning",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
 async def stream_answer(checkpoint: str, question: str, layer: int | None, max_tokens: int) -> None:
     from nnsight_async import VLLM
 
-    async with VLLM(checkpoint, mode="async", max_model_len=1024, kv_cache_memory_bytes=256 << 20) as model:
-        layers = model.model.layers
-        depth = len(layers) * 9 // 10 if layer is None else layer
+    async with VLLM(checkpoint, mode="async", **ENGINE) as model:
+        depth = len(model.model.layers) * 9 // 10 if layer is None else layer
         chat = [{"role": "user", "content": question}]
 
         async with model.trace(chat, max_tokens=max_tokens, temperature=0.0) as tracer:
@@ -37,7 +47,9 @@ async def stream_answer(checkpoint: str, question: str, layer: int | None, max_t
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m nnsight_async.demo", description=__doc__)
-    parser.add_argument("--model", help="a Llama-like checkpoint (default: SmolLM2-135M-Instruct, made from a package)")
+    parser.add_argument(
+        "--model", help="folder of a Llama-like checkpoint (default: SmolLM2-135M-Instruct, from a package)"
+    )
     parser.add_argument("--prompt", default="What is the capital of France?")
     parser.add_argument("--max-tokens", type=int, default=40)
     parser.add_argument("--layer", type=int, help="the layer to read (default: nine tenths of the way up)")
@@ -46,13 +58,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if options.model is None:
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        print("preparing the weights (the first time takes half a minute) ...", flush=True)
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    print("preparing the weights (the first time takes half a minute) ...", flush=True)
     checkpoint = options.model or smollm_checkpoint()
-    print("starting the engine ...", flush=True)
+    print("starting the engine (another half minute) ...", flush=True)
     asyncio.run(stream_answer(checkpoint, options.prompt, options.layer, options.max_tokens))
 
 
