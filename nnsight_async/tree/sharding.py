@@ -54,8 +54,12 @@ def _dim(value: torch.Tensor, attribute: str, part: Shape, size: int) -> int | N
     declared: int | None = getattr(value, attribute, None)
     if declared is not None and declared < len(part):
         return declared
-    # The attribute is lost where a quantisation method replaces the parameter after loading.
-    return next((place for place, length in enumerate(part) if length == size), None)
+    # The attribute is lost where a quantisation method replaces the parameter after loading. Torch's order is output
+    # first, input last: the guess that holds for a square one.
+    places = [place for place, length in enumerate(part) if length == size]
+    if not places:
+        return None
+    return places[0] if attribute == "output_dim" else places[-1]
 
 
 def _scaled(part: Shape, dim: int | None, local: int, total: int) -> tuple[Shape, int | None]:

@@ -130,6 +130,7 @@ REPLICATED = {**COLUMN, "num_kv_head_replicas": 2, "total_num_kv_heads": 1, "hea
         (ColumnParallelLinear((0,), **COLUMN), (6, 4), (12, 4), 0),
         (ColumnParallelLinear((6, 4), **REPLICATED), (6, 4), (8, 4), 0),
         (RowParallelLinear((4, 6), **ROW), (4, 6), (4, 12), 1),
+        (RowParallelLinear((0,), **ROW, output_size_per_partition=6), (6, 6), (6, 12), 1),
         (RoutedExperts((8, 4, 6), local_num_experts=8, global_num_experts=8), (8, 4, 6), (8, 4, 6), None),
         (RoutedExperts((4, 4, 6), local_num_experts=4, global_num_experts=8), (4, 4, 6), (8, 4, 6), 0),
         (LinearBase((4, 6)), (4, 6), (4, 6), None),
