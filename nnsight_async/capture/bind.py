@@ -5,7 +5,6 @@ import sys
 from typing import TYPE_CHECKING
 
 from nnsight_async.capture.find import is_optimized
-from nnsight_async.capture.scope import local_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +17,8 @@ def bind(frame: FrameType, values: Mapping[str, object], declared_global: frozen
         frame.f_globals[name] = values[name]
     own = {name: value for name, value in values.items() if name not in declared_global}
     if is_optimized(frame.f_code):
-        slots = local_names(frame.f_code)
+        code = frame.f_code
+        slots = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
         _assign(frame, {name: value for name, value in own.items() if name in slots})
     else:
         frame.f_locals.update(own)

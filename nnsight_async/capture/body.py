@@ -103,7 +103,7 @@ class BodyCapture:
         namespace = self._frame.f_globals
         names = {name: namespace[name] for name in _MODULE_NAMES if name in namespace}
         body = Body(self._template.code(tuple(entries)), {**names, **free}, tuple(entries.values()))
-        return dumps(body, self._template.attributes)
+        return dumps(tuple(body), self._template.attributes)
 
 
 def _present(names: tuple[str, ...], value_of: Any) -> dict[str, Any]:

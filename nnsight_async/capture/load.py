@@ -50,13 +50,26 @@ def set_class_state(kind: type, state: tuple[bytes, Callable[[type, Any], object
         fill(kind, content)
 
 
+def reference(*name: str) -> object:
+    """Stands in a payload for an object that travels by name; `load` puts `resolve` in its place."""
+    raise ShippingError(f"{name} has a meaning only inside `load`")
+
+
+_REFERENCE = (reference.__module__, reference.__qualname__)
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(self, payload: bytes, resolve: Resolve) -> None:
         super().__init__(io.BytesIO(payload))
         self._resolve = resolve
 
-    def persistent_load(self, pid: Any) -> object:
-        return self._resolve(pid)
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        if (module_name, global_name) == _REFERENCE:
+            return self._resolved
+        return super().find_class(module_name, global_name)
+
+    def _resolved(self, *name: str) -> object:
+        return self._resolve(name)
 
 
 def load(payload: bytes, resolve: Resolve) -> Program:
@@ -72,4 +85,4 @@ def load(payload: bytes, resolve: Resolve) -> Program:
             f"equal minor versions. Run the client with Python {ours}."
         )
     value: Any = _Unpickler(payload[head:], resolve).load()
-    return value.program() if type(value) is Body else value
+    return Body(*value).program() if type(value) is tuple else value

@@ -16,6 +16,7 @@ class Scope:
     def __init__(self, frame: FrameType, statement: Statement) -> None:
         self._frame = frame
         self._locals = frame.f_locals
+        self._local_names = statement.local_names
         self._declared_global = statement.declared_global
 
     def own(self, name: str) -> Any:
@@ -32,7 +33,7 @@ class Scope:
         if name not in self._declared_global:
             if name in self._locals:
                 return self._locals[name]
-            if name in local_names(frame.f_code):
+            if name in self._local_names:
                 self._check_reachable(name)
                 if not _reads_global(frame.f_code, name):
                     raise KeyError(name)
@@ -45,10 +46,6 @@ class Scope:
                 f"{code.co_filename}, line {self._frame.f_lineno}: the block uses {name!r}, a variable of the function "
                 f"around class {code.co_name}, which a class body does not show. Bind it there: {name} = {name}"
             )
-
-
-def local_names(code: CodeType) -> frozenset[str]:
-    return frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars))
 
 
 def _reads_global(code: CodeType, name: str) -> bool:

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from nnsight_async.capture.compile import attribute_names
-from nnsight_async.capture.load import ORIGIN, load_code, set_class_state
+from nnsight_async.capture.load import ORIGIN, load_code, reference, set_class_state
 from nnsight_async.capture.recompile import recompiled
 from nnsight_async.capture.userland import is_user_module
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
-_FILES_AND_LOOPS = (io.TextIOWrapper, io.BufferedIOBase, io.RawIOBase, asyncio.AbstractEventLoop)
+_FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
+_REFUSED = (*_FILES, asyncio.AbstractEventLoop)
 _STREAMS = ("stdin", "stdout", "stderr")
 _registry = threading.RLock()
 
@@ -65,12 +66,11 @@ class _BlockPickler(cloudpickle.Pickler):
             self._unregister()
         return self._buffer.getvalue()
 
-    def persistent_id(self, obj: object) -> tuple[str, ...] | None:
-        reference = getattr(type(obj), "__block_reference__", None)
-        return None if reference is None else reference(obj)
-
     def reducer_override(self, obj: Any) -> Any:
         self._current = obj
+        # here and not by persistent_id, which Python calls for every number of a long list too
+        if hasattr(type(obj), "__block_reference__"):
+            return reference, tuple(obj.__block_reference__())
         if isinstance(obj, FunctionType):
             obj = self._prepared(obj)
         elif isinstance(obj, MethodType) and hasattr(type(obj.__self__), "__block_reference__"):
@@ -83,7 +83,7 @@ class _BlockPickler(cloudpickle.Pickler):
         elif isinstance(obj, ModuleType):
             if is_user_module(obj.__name__):
                 return self._reduce_module(obj)
-        elif isinstance(obj, _FILES_AND_LOOPS) and not isinstance(obj, io.BytesIO):
+        elif isinstance(obj, _REFUSED):
             return _reduce_stream(obj)
         return super().reducer_override(obj)
 

@@ -48,7 +48,7 @@ class Trace:
         self._capture.skip(self)
         return self
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:  # noqa: PYI036
         skipped = self._capture.leave(kind, error, traceback)
         if error is not None and not skipped:
             return False

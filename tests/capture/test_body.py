@@ -1,3 +1,4 @@
+# ruff: noqa: RET504, PT012 -- a block is what is assigned in it, and may well be several statements
 """A body run as a block gives what plain Python gives when it runs where it stands."""
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ BODIES = {
     "a function": "def f(x, y=a):\n    return x + y + b\nresult = f(1)",
     "recursion": "def fact(n):\n    return 1 if n < 2 else n * fact(n - 1)\nresult = fact(5)",
     "mutual recursion": (
-        "def even(n):\n    return n == 0 or odd(n - 1)\ndef odd(n):\n    return n != 0 and even(n - 1)\nresult = even(10)"
+        "def even(n):\n    return n == 0 or odd(n - 1)\n"
+        "def odd(n):\n    return n != 0 and even(n - 1)\nresult = even(10)"
     ),
     "a generator": "def g():\n    for x in items:\n        yield x + a\nresult = list(g())",
     "nonlocal inside the body": ("n = 0\ndef f():\n    nonlocal n\n    n += a\n    return n\nf()\nf()\nresult = n"),
@@ -158,7 +160,8 @@ def test_private_names_of_a_class(trace: Any) -> None:
             __local = 4
             with trace():
                 __local += self.__balance
-                return __local.save()
+                found = __local.save()
+            return found
 
     assert Account().read() == 7
 
@@ -257,8 +260,7 @@ def test_the_block_describes_itself(trace: Any) -> None:
 
 
 def test_an_empty_body_is_an_empty_block(trace: Any) -> None:
-    with trace() as run:
-        pass  # noqa: E701
+    with trace() as run: pass  # noqa: E701  # fmt: skip
 
     assert run.captured
     assert run.block.names == ()

@@ -1,3 +1,4 @@
+# ruff: noqa: RET504 -- a block is what is assigned in it, and may well be several statements
 """The `with` that is being entered is found exactly, wherever it stands."""
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ def test_several_statements_on_a_line(cell: Any, trace: Any) -> None:
 
 def test_a_body_on_the_line_of_its_header(trace: Any) -> None:
     before = 3
-    with trace() as run:
-        result = (before + 1).save()
-        other = (before + 2).save()  # noqa: E701, E702
+    with trace() as run: result = (before + 1).save(); other = (before + 2).save()  # noqa: E701, E702  # fmt: skip
 
     assert (result, other, run.block.names) == (4, 5, ("result", "other"))
 
 
 def test_nested_in_one_another(trace: Any) -> None:
-    with nullcontext(1) as outside, nullcontext(2) as between, trace():  # noqa: SIM117
-        with nullcontext(3) as inside:
-            result = (outside, between, inside).save()
+    with nullcontext(1) as outside:
+        between = 2
+        with trace():  # noqa: SIM117
+            with nullcontext(3) as inside:
+                result = (outside, between, inside).save()
 
     assert result == (1, 2, 3)
 
@@ -117,7 +118,8 @@ def test_among_context_managers_that_suspend(trace: Any) -> None:
 
     async def run() -> object:
         async with slow(1) as a, trace(), slow(2) as b:
-            return (a + b).save()
+            x = (a + b).save()
+        return x
 
     assert asyncio.run(run()) == 3
 
@@ -125,7 +127,8 @@ def test_among_context_managers_that_suspend(trace: Any) -> None:
 def test_a_task_group_after_it_does_not_notice(trace: Any) -> None:
     async def run() -> object:
         async with trace(), asyncio.TaskGroup():
-            return (1).save()
+            x = (1).save()
+        return x
 
     assert asyncio.run(run()) == 1
 
@@ -138,7 +141,8 @@ def test_under_a_decorator(trace: Any) -> None:
     @twice
     def run() -> int:
         with trace():
-            return (1).save()
+            x = (1).save()
+        return x
 
     assert run() == ((1, 1), (1, 1))
 

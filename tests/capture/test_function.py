@@ -1,3 +1,4 @@
+# ruff: noqa: RET504 -- a block is what is assigned in it, and may well be several statements
 """The function form: probe(model, tracer), in every shape a callable can have."""
 
 from __future__ import annotations
@@ -83,7 +84,8 @@ def test_a_helper_that_saves(saves: Any) -> None:
 def test_a_nested_function_that_saves(saves: Any) -> None:
     def probe(model: Any, tracer: Any) -> Any:
         def inner(x: Any) -> Any:
-            return x.save()
+            y = x.save()
+            return y
 
         return [inner(v) for v in (model, tracer)]
 
@@ -101,7 +103,8 @@ def test_a_decorated_function(saves: Any) -> None:
 
     @twice
     def probe(model: Any, tracer: Any) -> Any:
-        return model.save()
+        h = model.save()
+        return h
 
     assert run(probe) == (2, 2)
 
@@ -111,18 +114,22 @@ class Probe:
         self.scale = scale
 
     def method(self, model: Any, tracer: Any) -> Any:
-        return (model * self.scale).save()
+        h = (model * self.scale).save()
+        return h
 
     @classmethod
     def of_class(cls, model: Any, tracer: Any) -> Any:
-        return (model, cls.__name__).save()
+        h = (model, cls.__name__).save()
+        return h
 
     @staticmethod
     def static(model: Any, tracer: Any) -> Any:
-        return tracer.save()
+        h = tracer.save()
+        return h
 
     def __call__(self, model: Any, tracer: Any) -> Any:
-        return (tracer * self.scale).save()
+        h = (tracer * self.scale).save()
+        return h
 
 
 @pytest.mark.parametrize(

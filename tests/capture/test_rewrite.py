@@ -1,3 +1,4 @@
+# ruff: noqa: PT012 -- a block is what is assigned in it, and may well be several statements
 """Saves in the text of a block know the name they are assigned to."""
 
 from __future__ import annotations

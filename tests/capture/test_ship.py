@@ -1,3 +1,4 @@
+# ruff: noqa: RET504, PT012 -- a block is what is assigned in it, and may well be several statements
 """What a block uses travels: references by name, the user's own code by value, everything else as pickle does it."""
 
 from __future__ import annotations
@@ -6,6 +7,7 @@ import asyncio
 import contextlib
 import dataclasses
 import enum
+import functools
 import importlib
 import io
 import os
@@ -82,7 +84,8 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         "def keep(x):\n    kept = x.save()\n    return kept\n"
     )
     (tmp_path / "user_single.py").write_text(
-        "import threading\nLOCK = threading.Lock()\ndef twice(x):\n    return _double(x)\ndef _double(x):\n    return 2 * x\n"
+        "import threading\nLOCK = threading.Lock()\n"
+        "def twice(x):\n    return _double(x)\ndef _double(x):\n    return 2 * x\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     yield importlib.import_module("user_tools.inner")
@@ -156,7 +159,8 @@ def test_a_reference_inside_other_values(trace: Any, model: Any) -> None:
 
         def run(self) -> Any:
             with trace():
-                return (self.scale, self.model, [model]).save()
+                result = (self.scale, self.model, [model]).save()
+            return result
 
     model.here = "the model in the worker"
 
@@ -205,8 +209,8 @@ def _generator() -> Any:
 CASES: dict[str, tuple[Any, str]] = {
     "lock": (threading.Lock, "create one inside the block"),
     "condition": (threading.Condition, "create one inside the block"),
-    "file": (lambda: open(os.devnull), "read the file above the block"),
-    "binary file": (lambda: open(os.devnull, "rb"), "read the file above the block"),
+    "file": (Path(os.devnull).open, "read the file above the block"),
+    "binary file": (functools.partial(Path(os.devnull).open, "rb"), "read the file above the block"),
     "generator": (_generator, "make it a list above the block"),
     "socket": (socket.socket, "belongs to its process"),
     "event loop": (asyncio.new_event_loop, "no event loop runs in the worker"),

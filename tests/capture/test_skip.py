@@ -39,8 +39,7 @@ def test_tracing_is_off_again_afterwards(trace: Any, untraced: None) -> None:
 
 
 def test_one_line_bodies_leave_no_opcode_tracing(trace: Any, untraced: None) -> None:
-    with trace():
-        (1).save()  # noqa: E701
+    with trace(): (1).save()  # noqa: E701  # fmt: skip
 
     assert (sys._getframe().f_trace_lines, sys._getframe().f_trace_opcodes) == (True, False)
 

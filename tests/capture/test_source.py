@@ -138,9 +138,7 @@ def test_asserts_that_pytest_has_rewritten(trace: Any) -> None:
     with trace():
         assert limit == 3, "inside"
         x = limit * 2
-        assert [
-            x,
-        ] == [6]
+        assert [y for y in (x,) if y] == [6]
         x.save()
     assert x == 6, "after"
 
@@ -159,6 +157,22 @@ def test_a_doctest(trace: Any) -> None:
     case = doctest.DocTestParser().get_doctest(text, {"trace": trace}, "example", "example.py", 0)
 
     assert doctest.DocTestRunner(verbose=False).run(case).failed == 0
+
+
+def test_templates_go_with_the_code_they_were_made_from(cell: Any, trace: Any) -> None:
+    import gc
+
+    from nnsight_async.capture import compile as compiling
+
+    def kept() -> int:
+        gc.collect()
+        return len(compiling._templates)
+
+    before = kept()
+    for _ in range(3):
+        cell("with trace():\n    x = 1\n    x.save()\n", trace=trace)
+
+    assert kept() <= before
 
 
 def test_future_imports_hold_in_the_block(cell: Any, trace: Any) -> None:
