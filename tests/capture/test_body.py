@@ -39,7 +39,7 @@ BODIES = {
     "unpacking": "x, (y, *z) = 1, (2, 3, 4)\nresult = (x, y, z)",
     "try": "try:\n    1 / 0\nexcept ZeroDivisionError as e:\n    result = str(e)\nfinally:\n    a = 0",
     "try with else": "try:\n    x = a\nexcept ValueError:\n    x = 0\nelse:\n    x += 1\nresult = x",
-    "match": "match items:\n    case [first, *rest]:\n        result = (first, rest)\n    case _:\n        result = None",
+    "match": "match items:\n    case [first, *rest]:\n        result = (first, rest)\n    case _:\n        result = 0",
     "with": "from contextlib import nullcontext\nwith nullcontext(a) as x:\n    result = x + 1",
     "while with break and else": "while True:\n    a += 1\n    if a > 9:\n        break\nelse:\n    a = 0\nresult = a",
     "for with continue": "total = 0\nfor x in items:\n    if x == 2:\n        continue\n    total += x\nresult = total",
