@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nnsight_async.demo.display import heading, row
 from nnsight_async.demo.smollm import smollm_checkpoint
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 # bfloat16 rounds enough to change what so small a model answers.
-ENGINE = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20}
+ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "kv_cache_memory_bytes": 256 << 20}
 
 QUIET = {
     "HF_HUB_OFFLINE": "1",
