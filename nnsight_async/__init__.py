@@ -2,6 +2,83 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from nnsight_async.errors import (
+    BlockError,
+    CaptureError,
+    EngineClosedError,
+    EngineDeadError,
+    EngineStartError,
+    GenerationEndedError,
+    IsolationError,
+    LocationError,
+    MainGuardError,
+    NNsightError,
+    NotATapError,
+    NotComputedError,
+    NotSavedError,
+    OutOfOrderError,
+    OutsideBlockError,
+    RunCancelledError,
+    SaveBudgetError,
+    SaveError,
+    ShapeError,
+    ShippingError,
+    SplitPromptError,
+    SurfaceError,
+    UnreadableError,
+    UnsupportedError,
+)
 from nnsight_async.interleave.context import save
 
-__all__ = ["save"]
+if TYPE_CHECKING:
+    from nnsight_async.runs.saved import Saved
+    from nnsight_async.runs.token import Token
+    from nnsight_async.vllm import VLLM
+
+__all__ = [
+    "VLLM",
+    "BlockError",
+    "CaptureError",
+    "EngineClosedError",
+    "EngineDeadError",
+    "EngineStartError",
+    "GenerationEndedError",
+    "IsolationError",
+    "LocationError",
+    "MainGuardError",
+    "NNsightError",
+    "NotATapError",
+    "NotComputedError",
+    "NotSavedError",
+    "OutOfOrderError",
+    "OutsideBlockError",
+    "RunCancelledError",
+    "SaveBudgetError",
+    "SaveError",
+    "Saved",
+    "ShapeError",
+    "ShippingError",
+    "SplitPromptError",
+    "SurfaceError",
+    "Token",
+    "UnreadableError",
+    "UnsupportedError",
+    "save",
+]
+
+# Loaded when first used: the worker and the tests of single packages need neither vLLM nor an event loop.
+_LAZY = {
+    "VLLM": "nnsight_async.vllm",
+    "Saved": "nnsight_async.runs.saved",
+    "Token": "nnsight_async.runs.token",
+}
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

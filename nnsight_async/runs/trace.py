@@ -114,16 +114,17 @@ class Trace:
 
     def _enter(self, frame: Any) -> Tracer:
         self._capture = BodyCapture(frame)
-        self._capture.skip()
+        self._capture.skip(self._tracer)
         return self._tracer
 
     def _left(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> BodyCapture | None:
-        """The capture, if the body was skipped; None if another exception is on its way."""
+        """The capture, if the body was skipped (or is empty); None if another exception is on its way."""
         capture, self._capture = self._capture, None
         assert capture is not None
-        return capture if capture.leave(exc_type, exc, traceback) else None
+        ours = capture.leave(exc_type, exc, traceback)
+        return capture if ours or exc is None else None
 
 
 def _loop_is_running() -> bool:

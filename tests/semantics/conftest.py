@@ -1,0 +1,68 @@
+"""Engines for the tests that define the language of blocks.
+
+One engine at a time: fixtures are session-scoped and pytest groups the tests by parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight_async import VLLM
+from nnsight_async.testing import hf_model, tiny_checkpoint
+from nnsight_async.testing.engine import tiny_engine_args
+
+ARCHITECTURES = ("llama", "qwen3", "gpt2", "qwen3_moe")
+
+
+def build(name: str, **more: Any) -> VLLM:
+    """An engine on a tiny checkpoint, of mode "async", which also serves plain `with` where no loop runs."""
+    return VLLM(tiny_checkpoint(name), mode="async", dispatch=True, **{**tiny_engine_args(), **more})
+
+
+@pytest.fixture(scope="session")
+def model() -> Iterator[VLLM]:
+    """The tiny Llama on an engine."""
+    engine = build("llama")
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def hf() -> Any:
+    """The same Llama in transformers."""
+    return hf_model("llama")
+
+
+@dataclass
+class Pair:
+    """One architecture on an engine and in transformers, and what its parts are called in either."""
+
+    name: str
+    model: VLLM
+    hf: Any
+
+    @property
+    def layers(self) -> Any:
+        """The decoder layers on the engine: paths that blocks can use."""
+        return self.model.transformer.h if self.name == "gpt2" else self.model.model.layers
+
+    @property
+    def hf_layers(self) -> Any:
+        return self.hf.transformer.h if self.name == "gpt2" else self.hf.model.layers
+
+    def stream(self, output: Any) -> torch.Tensor:
+        """The residual stream after a layer of the engine, from that layer's output."""
+        return output if isinstance(output, torch.Tensor) else output[0] + output[1]
+
+
+@pytest.fixture(scope="session", params=ARCHITECTURES)
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    name = request.param
+    engine = build(name)
+    yield Pair(name, engine, hf_model(name))
+    engine.close()
