@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -14,6 +14,7 @@ from nnsight_async.runs.handle import Handle, Launcher, settle
 from nnsight_async.runs.saved import Saved
 
 if TYPE_CHECKING:
+    from nnsight_async.interleave.tracer import Iterations
     from nnsight_async.runs.request import Request
 
 T = TypeVar("T")
@@ -39,11 +40,11 @@ class Tracer(Handle):
         return found if self._asynchronous else found()
 
     @property
-    def iter(self) -> NoReturn:
+    def iter(self) -> Iterations:
         """Steps to follow; only inside the block."""
         raise _outside("tracer.iter")
 
-    def all(self) -> NoReturn:
+    def all(self) -> Iterator[int]:
         """All steps; only inside the block."""
         raise _outside("tracer.all()")
 

@@ -41,6 +41,8 @@ class ModelView:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if hasattr(type(self), name):  # a property raised an AttributeError of its own: let it be seen
+            return object.__getattribute__(self, name)
         found = getattr(self.tree, name)
         if isinstance(found, Envoy):
             self.__dict__[name] = found
