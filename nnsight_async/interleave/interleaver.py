@@ -9,7 +9,7 @@ import torch
 
 from nnsight_async.errors import LocationError, NotComputedError, SplitPromptError, UnsupportedError
 from nnsight_async.interleave.block import PATIENCE, BlockRun, Visit
-from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
+from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location, expression
 from nnsight_async.interleave.order import UNKNOWN, Order
 from nnsight_async.interleave.rows import Batch, Slab, Span
 from nnsight_async.interleave.sites import Sites
@@ -114,8 +114,8 @@ class Interleaver:
         module = self.module(path)
         if any(hasattr(part, "kv_cache") for part in module.modules()):
             raise UnsupportedError(
-                f"{path} holds an attention layer, which writes the key-value cache of the requests in this step; "
-                "only modules without attention can be applied inside a block"
+                f"{expression(path)} holds an attention layer, which writes the key-value cache of the requests in this "
+                "step; only modules without attention can be applied inside a block"
             )
         return module(*map(self._real, args), **{name: self._real(value) for name, value in kwargs.items()})
 

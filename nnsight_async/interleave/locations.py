@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+RESERVED = frozenset({"output", "input", "inputs"})
+
 Kind = Literal["output", "input", "inputs", "logits", "samples"]
 
 
@@ -16,7 +18,7 @@ class Location:
     kind: Kind
 
     def __str__(self) -> str:
-        return f"{self.path}.{self.kind}" if self.path else self.kind
+        return f"{expression(self.path)}.{self.kind}"
 
     @property
     def at_entry(self) -> bool:
@@ -26,3 +28,16 @@ class Location:
 
 LOGITS = Location("", "logits")
 SAMPLES = Location("", "samples")
+
+
+def expression(path: str, root: str = "model") -> str:
+    """What to write for `path`: `model.model.layers[3].mlp`, where `root` is the variable that holds the model."""
+    return root + "".join(_access(part) for part in path.split(".")) if path else root
+
+
+def _access(part: str) -> str:
+    if part.isdecimal():
+        return f"[{part}]"
+    if part.isidentifier() and part not in RESERVED:
+        return f".{part}"
+    return f'["{part}"]'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
@@ -89,11 +90,12 @@ class Trace:
         capture = self._left(exc_type, exc, traceback)
         if capture is None:
             return False
-        block = capture.block()
-        run = self._tracer._run = self._launcher.launch(self._request, block)
-        error = settle(run).error
-        if error is not None:
-            raise error from error.__cause__  # without our own signal that ended the body as its context
+        with _hidden(exc):
+            block = capture.block()
+            run = self._tracer._run = self._launcher.launch(self._request, block)
+            error = settle(run).error
+            if error is not None:
+                raise error
         capture.bind({name: run.ledger.values[name] for name in block.names if name in run.ledger.values})
         return True
 
@@ -108,8 +110,9 @@ class Trace:
         capture = self._left(exc_type, exc, traceback)
         if capture is None:
             return False
-        block = capture.block()
-        run = self._tracer._run = await self._launcher.alaunch(self._request, block)
+        with _hidden(exc):
+            block = capture.block()
+            run = self._tracer._run = await self._launcher.alaunch(self._request, block)
         capture.bind({name: Saved(run, name) for name in block.names})
         return True
 
@@ -126,6 +129,23 @@ class Trace:
         assert capture is not None
         ours = capture.leave(exc_type, exc, traceback)
         return capture if ours or exc is None else None
+
+
+@contextmanager
+def _hidden(signal: BaseException | None) -> Generator[None]:
+    """Raise errors without our own signal, which ended the body, as what was being handled."""
+    try:
+        yield
+    except BaseException as error:
+        _cut(error, signal)
+        raise
+
+
+def _cut(error: BaseException | None, signal: BaseException | None) -> None:
+    while error is not None and signal is not None:
+        if error.__context__ is signal:
+            error.__context__ = None
+        error = error.__cause__ or error.__context__
 
 
 def _loop_is_running() -> bool:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Self, overload
 
 from nnsight_async.errors import LocationError, UnreadableError
 from nnsight_async.interleave.context import current, running
-from nnsight_async.interleave.locations import Location
+from nnsight_async.interleave.locations import Location, expression
 from nnsight_async.tree.manifest import join
-from nnsight_async.tree.names import expression, missing
+from nnsight_async.tree.names import missing
 from nnsight_async.tree.render import as_html, as_text
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import difflib
 import re
 from typing import TYPE_CHECKING
 
+from nnsight_async.interleave.locations import expression
 from nnsight_async.tree.manifest import join
 
 if TYPE_CHECKING:
@@ -13,22 +14,8 @@ if TYPE_CHECKING:
 
     from nnsight_async.tree.manifest import Manifest
 
-RESERVED = frozenset({"output", "input", "inputs"})
 ITEM = re.compile(r"(?<=\.)\d+(?=\.|$)")
 SUGGESTIONS = 3
-
-
-def expression(path: str, root: str = "model") -> str:
-    """What to write for `path`: `model.model.layers[3].mlp`, where `root` is the variable that holds the model."""
-    return root + "".join(_access(part) for part in path.split(".")) if path else root
-
-
-def _access(part: str) -> str:
-    if part.isdecimal():
-        return f"[{part}]"
-    if part.isidentifier() and part not in RESERVED:
-        return f".{part}"
-    return f'["{part}"]'
 
 
 def nearest(manifest: Manifest, path: str, name: str) -> list[str]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nnsight_async.tree.names import expression
+from nnsight_async.interleave.locations import expression
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,8 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
+from nnsight_async.interleave.locations import expression
 from nnsight_async.tree.fold import fold
-from nnsight_async.tree.names import expression
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

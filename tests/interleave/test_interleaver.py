@@ -83,7 +83,7 @@ def test_wrong_rows_fail_that_run_only():
     other = rows(2, 2)
     got = bench.step({1: rows(2, 1), 9: other})
     assert isinstance(run.error, ShapeError)
-    assert "layers.0.output" in str(run.error)
+    assert "model.layers[0].output" in str(run.error)
     assert "(2, 8)" in str(run.error)
     assert "(5, 8)" in str(run.error)
     torch.testing.assert_close(got[9], bench.model(other)[-1])

@@ -26,7 +26,7 @@ def test_reading_asks_the_running_block(model: Envoy, in_block: Any, context: An
 
     values = in_block(lambda: (layer.output, layer.mlp.input, layer.inputs))
 
-    assert values == ("model.layers.1.output", "model.layers.1.mlp.input", "model.layers.1.inputs")
+    assert values == ("model.model.layers[1].output", "model.model.layers[1].mlp.input", "model.model.layers[1].inputs")
 
 
 def test_writing_tells_the_running_block(model: Envoy, in_block: Any, context: Any) -> None:
@@ -37,7 +37,7 @@ def test_writing_tells_the_running_block(model: Envoy, in_block: Any, context: A
 
     in_block(block)
 
-    path = "model.layers.0"
+    path = "model.model.layers[0]"
     assert context.asked == [
         ("write", f"{path}.output", 1),
         ("write", f"{path}.input", 2),
@@ -51,7 +51,7 @@ def test_an_augmented_assignment_reads_and_writes(model: Envoy, in_block: Any, c
 
     in_block(block)
 
-    assert context.asked == [("read", "lm_head.output"), ("write", "lm_head.output", "lm_head.output!")]
+    assert context.asked == [("read", "model.lm_head.output"), ("write", "model.lm_head.output", "model.lm_head.output!")]
 
 
 def test_lists_have_the_manners_of_lists(model: Envoy) -> None:
@@ -81,8 +81,8 @@ def test_children_are_the_same_object_every_time(model: Envoy) -> None:
 def test_a_child_with_the_name_of_an_attribute_of_ours_is_an_item(model: Envoy, in_block: Any) -> None:
     inner = model.model
 
-    assert in_block(lambda: inner.output) == "model.output"
-    assert in_block(lambda: inner["output"].output) == "model.output.output"
+    assert in_block(lambda: inner.output) == "model.model.output"
+    assert in_block(lambda: inner["output"].output) == 'model.model["output"].output'
 
 
 def test_outside_a_block_nothing_is_read(model: Envoy) -> None:
