@@ -1,8 +1,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from nnsight_async import VLLM
 
 # Before anything imports torch or vLLM, which read these once. `setdefault`: a developer's own choice wins.
 for name, value in {
@@ -34,3 +39,14 @@ def gpt2() -> str:
 @pytest.fixture(scope="session")
 def qwen3_moe() -> str:
     return tiny_checkpoint("qwen3_moe")
+
+
+@pytest.fixture(scope="session")
+def model(llama: str) -> Iterator[VLLM]:
+    """The tiny Llama on an engine that all tests share; of mode "async", it also serves `with` where no loop runs."""
+    from nnsight_async import VLLM
+    from nnsight_async.testing.engine import tiny_engine_args
+
+    engine = VLLM(llama, mode="async", dispatch=True, **tiny_engine_args())
+    yield engine
+    engine.close()

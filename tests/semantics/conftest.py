@@ -25,14 +25,6 @@ def build(name: str, **more: Any) -> VLLM:
 
 
 @pytest.fixture(scope="session")
-def model() -> Iterator[VLLM]:
-    """The tiny Llama on an engine."""
-    engine = build("llama")
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="session")
 def hf() -> Any:
     """The same Llama in transformers."""
     return hf_model("llama")
