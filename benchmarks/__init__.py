@@ -1,0 +1,3 @@
+"""What the engine costs, beside plain vLLM: `python -m benchmarks`."""
+
+from __future__ import annotations

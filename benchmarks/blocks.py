@@ -1,0 +1,41 @@
+"""The blocks that are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.columns import Work
+
+Probe = Callable[[Any, Any], object]
+
+
+def probe(model: Any, work: Work) -> Probe:
+    """The block of a column, for whatever the model calls its decoder layers."""
+    layers = _layers(model)
+    return _one(layers[len(layers) // 2]) if work == "one" else _every(layers)
+
+
+def _one(layer: Any) -> Probe:
+    def one(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            tracer.save(_hidden(layer.output), "hidden")
+
+    return one
+
+
+def _every(layers: list[Any]) -> Probe:
+    def every(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            for number, layer in enumerate(layers):
+                tracer.save(_hidden(layer.output), f"hidden.{number}")
+
+    return every
+
+
+def _hidden(output: Any) -> Any:
+    return output if hasattr(output, "shape") else output[0]
+
+
+def _layers(model: Any) -> list[Any]:
+    return list(model.transformer.h if hasattr(model, "transformer") else model.model.layers)

@@ -1,0 +1,102 @@
+"""The engines that are compared, all driven alike: every request at once, every token consumed as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from itertools import count
+from typing import Any, Protocol
+
+from benchmarks import blocks
+from benchmarks.columns import Work
+
+_numbers = count()
+
+Arrivals = list[float]
+
+
+class Driven(Protocol):
+    """An engine in this process."""
+
+    def tokens(self, work: Work, prompt: list[int], steps: int) -> AsyncIterator[object]: ...
+    async def rpc(self, method: str) -> Any: ...
+    async def close(self) -> None: ...
+
+
+async def drive(engine: Driven, work: Work, prompts: list[list[int]], steps: int) -> dict[str, float]:
+    """Run all prompts together; seconds from first to last, seconds per step between tokens, and tokens."""
+    start = time.perf_counter()
+    arrivals = await asyncio.gather(*(_consume(engine.tokens(work, prompt, steps)) for prompt in prompts))
+    wall = time.perf_counter() - start
+    gaps = sorted((times[-1] - times[0]) / (steps - 1) for times in arrivals)
+    return {"wall": wall, "step": gaps[len(gaps) // 2], "tokens": len(prompts) * steps}
+
+
+async def _consume(tokens: AsyncIterator[object]) -> Arrivals:
+    return [time.perf_counter() async for _ in tokens]
+
+
+class Plain:
+    """vLLM's AsyncLLM as it is, on the loop of its caller."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+    async def tokens(self, work: Work, prompt: list[int], steps: int) -> AsyncIterator[object]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(**_sampling(steps), output_kind=RequestOutputKind.DELTA)
+        async for output in self._llm.generate({"prompt_token_ids": prompt}, params, f"bench-{next(_numbers)}"):
+            for _ in output.outputs[0].token_ids:
+                yield output
+
+    async def rpc(self, method: str) -> Any:
+        return None
+
+    async def close(self) -> None:
+        self._llm.shutdown()
+
+
+class Ours:
+    """Our engine: `VLLM(mode="async")`."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        from nnsight_async import VLLM
+
+        repo = arguments.pop("model")
+        # Puts the methods of `stopwatch` on the worker; nothing is measured until one of them is called.
+        arguments["worker_extension_cls"] = "benchmarks.stopwatch.WorkerStopwatch"
+        self._model = VLLM(repo, mode="async", dispatch=True, **arguments)
+
+    async def tokens(self, work: Work, prompt: list[int], steps: int) -> AsyncIterator[object]:
+        async with self._run(work, prompt, _sampling(steps)) as run:
+            async for token in run.stream():
+                assert work == "idle" or token.saves
+                yield token
+
+    def _run(self, work: Work, prompt: list[int], sampling: dict[str, Any]) -> Any:
+        if work != "idle":
+            return self._model.run(prompt, blocks.probe(self._model, work), **sampling)
+        from nnsight_async.runs.handle import ProbeRun
+
+        # A plain request of the public API is not streamed; this is one that is.
+        request = self._model._request(prompt, sampling, "benchmark")
+        return ProbeRun(self._model, request, None)  # type: ignore[arg-type]
+
+    async def rpc(self, method: str) -> Any:
+        """Call a method of the worker."""
+        engine = self._model._engine
+        assert engine is not None
+        return (await asyncio.wrap_future(engine.call(engine.llm.collective_rpc(method))))[0]
+
+    async def close(self) -> None:
+        await self._model.aclose()
+
+
+def _sampling(steps: int) -> dict[str, Any]:
+    return {"max_tokens": steps, "temperature": 0.0, "ignore_eos": True}

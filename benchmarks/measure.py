@@ -1,0 +1,91 @@
+"""The order of the measurements: columns take turns, so that a machine that slows down slows all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.columns import COLUMNS, Column
+from benchmarks.models import engine_arguments
+from benchmarks.options import Options
+from benchmarks.process import Subject
+
+Say = Callable[[str], None]
+
+
+@dataclass(slots=True)
+class Measured:
+    """Everything that was measured, by column and number of requests."""
+
+    columns: list[str]
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    cells: dict[tuple[str, int], list[dict[str, Any]]] = field(
+        default_factory=dict[tuple[str, int], list[dict[str, Any]]]
+    )
+    profiles: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict[tuple[str, int], dict[str, Any]])
+
+
+def measure(options: Options, columns: list[str], cuda: bool, say: Say) -> Measured:
+    """Start the engines, run every cell `repeats` times in turns, end the engines."""
+    measured = Measured(columns)
+    wanted = [COLUMNS[name] for name in columns]
+    with ExitStack() as stack:
+        subjects = _start(stack, wanted, options, cuda, say)
+        measured.versions = next(iter(subjects.values())).versions
+        for requests in options.requests:
+            say(f"{requests} requests")
+            for column in wanted:
+                _ask(subjects, column, options, requests)  # not counted: whatever is done for the first time
+            for repeat in range(options.repeats):
+                for column in _turn(wanted, repeat):
+                    reply = _ask(subjects, column, options, requests)
+                    measured.cells.setdefault((column.name, requests), []).append(reply)
+            if options.profile:
+                for column in wanted:
+                    measured.profiles[column.name, requests] = _ask(subjects, column, options, requests, profile=True)
+    return measured
+
+
+def _start(stack: ExitStack, columns: Sequence[Column], options: Options, cuda: bool, say: Say) -> dict[str, Subject]:
+    subjects: dict[str, Subject] = {}
+    for kind in dict.fromkeys(column.engine for column in columns):
+        say(f"starting the {kind} engine")
+        arguments = _arguments(options, cuda, eager=kind != "graphs")
+        subjects[kind] = stack.enter_context(Subject(kind, arguments))
+    return subjects
+
+
+def _turn(columns: Sequence[Column], repeat: int) -> Sequence[Column]:
+    """Back and forth, so that no column always follows the same one."""
+    return columns if repeat % 2 == 0 else columns[::-1]
+
+
+def _ask(subjects: dict[str, Subject], column: Column, options: Options, requests: int, **more: Any) -> dict[str, Any]:
+    command = {"work": column.work, "requests": requests, "steps": options.steps, "prompt": options.prompt}
+    return subjects[column.engine].ask({**command, **more})
+
+
+def _arguments(options: Options, cuda: bool, *, eager: bool) -> dict[str, Any]:
+    """The same engine for all columns, but for graphs."""
+    most = max(options.requests)
+    length = options.prompt + options.steps
+    device: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.3}
+    if not cuda:
+        device = {"dtype": "float32", "kv_cache_memory_bytes": 256 << 20}
+    if not eager:
+        sizes = sorted({2**power for power in range(9) if 2**power < most} | {most})
+        device["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    return {
+        **engine_arguments(options.model),
+        **device,
+        "enforce_eager": eager,
+        "distributed_executor_backend": "uni",
+        "max_model_len": -(-length // 64) * 64,
+        "max_num_seqs": most,
+        "max_num_batched_tokens": max(most * options.prompt, length, 2048),
+        "enable_prefix_caching": False,
+        "enable_chunked_prefill": False,
+        "disable_log_stats": True,
+    }

@@ -1,0 +1,84 @@
+"""A process with one engine, driven by JSON lines: requests on standard input, replies on the old standard output."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import traceback
+from typing import IO, Any
+
+import psutil
+import uvloop
+
+from benchmarks.clientwatch import ClientStopwatch
+from benchmarks.engines import Driven, Ours, Plain, drive
+
+HIGHEST = 500  # ids of prompts; every tokenizer has as many
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what vLLM prints must not end up among the replies
+    try:
+        uvloop.run(_serve(sys.stdin, replies))
+    except Exception:
+        _say(replies, {"error": traceback.format_exc()})
+
+
+async def _serve(commands: IO[str], replies: IO[str]) -> None:
+    setup = json.loads(commands.readline())
+    engine: Driven = Ours(setup["arguments"]) if setup["kind"] == "ours" else Plain(setup["arguments"])
+    try:
+        _say(replies, _versions())
+        # Nothing runs between a reply and the next command, so the loop may stand still.
+        for line in commands:
+            _say(replies, await _measure(engine, json.loads(line)))
+    finally:
+        await engine.close()
+
+
+async def _measure(engine: Driven, command: dict[str, Any]) -> dict[str, Any]:
+    prompts = _prompts(command["requests"], command["prompt"])
+    if not command.get("profile"):
+        return dict(await drive(engine, command["work"], prompts, command["steps"]))
+    await engine.rpc("stopwatch_start")
+    client, before = ClientStopwatch(), _cpu()
+    try:
+        timing = await drive(engine, command["work"], prompts, command["steps"])
+    finally:
+        client.stop()
+    after = _cpu()
+    worker = await engine.rpc("stopwatch_stop")
+    cpu = {name: after[name] - before[name] for name in after}
+    return {**timing, "worker": worker or {}, "client": client.seconds, "cpu": cpu}
+
+
+def _prompts(requests: int, length: int) -> list[list[int]]:
+    draw = random.Random(requests)
+    return [[draw.randrange(5, HIGHEST) for _ in range(length)] for _ in range(requests)]
+
+
+def _cpu() -> dict[str, float]:
+    """CPU seconds so far of this process, and of all that it has started."""
+    here = psutil.Process()
+    children = [child.cpu_times() for child in here.children(recursive=True)]
+    own = here.cpu_times()
+    return {"client": own.user + own.system, "engine": sum(times.user + times.system for times in children)}
+
+
+def _versions() -> dict[str, str]:
+    import torch
+    import vllm
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {"vllm": vllm.__version__, "torch": torch.__version__, "device": device}
+
+
+def _say(replies: IO[str], message: dict[str, Any]) -> None:
+    replies.write(json.dumps(message) + "\n")
+
+
+if __name__ == "__main__":
+    main()
