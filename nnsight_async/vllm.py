@@ -8,7 +8,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, cast
+from typing import Any, Literal, Self, cast
 from weakref import WeakSet
 
 from nnsight_async.capture.block import Block
@@ -108,7 +108,7 @@ class VLLM(ModelView):
         """`close`, without blocking the event loop."""
         await asyncio.to_thread(self.close)
 
-    def __enter__(self) -> VLLM:
+    def __enter__(self) -> Self:
         check_main_guard()
         self._build()
         return self
@@ -118,7 +118,7 @@ class VLLM(ModelView):
     ) -> None:
         self.close()
 
-    async def __aenter__(self) -> VLLM:
+    async def __aenter__(self) -> Self:
         check_main_guard()
         await asyncio.to_thread(self._build)
         return self
@@ -232,5 +232,3 @@ _open: WeakSet[VLLM] = WeakSet()
 def _close_all() -> None:
     for model in list(_open):
         model.close()
-
-

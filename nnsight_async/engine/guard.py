@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import sys
+from inspect import currentframe
 from pathlib import Path
 from types import FrameType
 
@@ -29,7 +29,7 @@ def check_main_guard() -> None:
 
 
 def _main_module_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = currentframe()
     while frame is not None:
         name = frame.f_globals.get("__name__")
         if frame.f_code.co_name == "<module>" and name in ("__main__", "__mp_main__"):

@@ -28,8 +28,8 @@ PATIENCE = 100
 """How often a block that catches the errors thrown into it may wait for what cannot come, before it is unwound."""
 
 MODES_CHANGED = (
-    "a block waited for a location, or ended, with a mode of torch switched (inference mode, autocast, a default device or "
-    "dtype, ...); close every `with torch....:` before the next location is read"
+    "a block waited for a location, or ended, with a mode of torch switched (inference mode, autocast, a default "
+    "device or dtype, ...); close every `with torch....:` before the next location is read"
 )
 
 Program = Callable[[Any, Tracer], object]
@@ -223,8 +223,8 @@ class BlockRun:
             raise GenerationEndedError(f"{asked} was asked for after the last step of the generation")
         if self._interleaver.order.after(event, self.clock) is None:
             raise OutOfOrderError(
-                f"{asked} has already been passed in step {self.step}: a block reads locations in the order in which the "
-                "model computes them; read it earlier, or in the next step of `for step in tracer.iter[:]`"
+                f"{asked} has already been passed in step {self.step}: a block reads locations in the order in which "
+                "the model computes them; read it earlier, or in the next step of `for step in tracer.iter[:]`"
             )
 
     def _park(self, wanted: Location | StepStart) -> Any:

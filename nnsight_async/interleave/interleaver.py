@@ -164,12 +164,11 @@ class Interleaver:
             event = run.waits
             self._forget(run)
             error = NotComputedError(
-                f"{event} did not come in step {run.step}: the forward pass ended without it after the last location that "
-                "this block had read (it lies before that one, or the model did not use the module in this step)"
+                f"{event} did not come in step {run.step}: the forward pass ended without it after the last location "
+                "that this block had read (it lies before that one, or the model did not use the module in this step)"
             )
             self._guarded(lambda error=error: run.throw(error))
-            if isinstance(run.waits, Location) and not run.finished:
-                self._enlist(run)
+            self._enlist(run)
         self._forget(run)
         run.kill()
 
@@ -212,7 +211,7 @@ class Interleaver:
 
 def _split(run: BlockRun, span: Span) -> SplitPromptError:
     return SplitPromptError(
-        f"the scheduler ran rows {span.position} to {span.position + span.rows} of a prompt of {run.prompt_rows} tokens, and "
-        "a block must see its prompt in one step; build the engine with enable_chunked_prefill=False (the default), or raise "
-        "max_num_batched_tokens above the prompt's length"
+        f"the scheduler ran rows {span.position} to {span.position + span.rows} of a prompt of {run.prompt_rows} "
+        "tokens, and a block must see its prompt in one step; build the engine with enable_chunked_prefill=False (the "
+        "default), or raise max_num_batched_tokens above the prompt's length"
     )

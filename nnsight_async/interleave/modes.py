@@ -1,5 +1,7 @@
 """Modes of torch that live in the thread: a block must not leave one switched on when it hands the thread back."""
 
+# torch offers no public way to look at its mode stacks.
+# pyright: reportPrivateUsage=false
 from __future__ import annotations
 
 from dataclasses import dataclass

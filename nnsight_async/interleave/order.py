@@ -21,7 +21,7 @@ class Order:
             self._indices[Location(path, "output")] = indices
 
     def after(self, event: Location, clock: int) -> int | None:
-        """Index of the next passage after `clock`; None when the last one has gone by, UNKNOWN when none was recorded."""
+        """Index of the next passage after `clock`; None when the last has gone by, UNKNOWN when none was recorded."""
         indices = self._indices.get(event)
         if not indices:
             return UNKNOWN

@@ -10,7 +10,6 @@ import torch
 
 from nnsight_async.errors import IsolationError, ShapeError
 
-
 Written = list[tuple[tuple[Any, ...], torch.Tensor]]
 """Rows to write, each with its path in the structure of the value."""
 
@@ -19,7 +18,7 @@ Written = list[tuple[tuple[Any, ...], torch.Tensor]]
 class Span:
     """Where the rows of one run lie in this forward pass.
 
-    Rows `[start, stop)` are new to the run. The `replayed` rows before `start` are computed again after a preemption;
+    Rows `[start, stop)` are new to the run. The `replayed` rows before them are computed again after a preemption;
     `position` is the absolute token position of the first row of all, replayed ones included.
     """
 
@@ -65,8 +64,8 @@ class Private:
 class Slab:
     """The value at a location for the whole batch. Writing never touches the original tensors.
 
-    Others may hold the same tensors (a residual stream, a module that returns its input), so the first write to a tensor
-    replaces it by a clone; every later write of this event goes to that clone.
+    Others may hold the same tensors (a residual stream, a module that returns its input), so the first write to a
+    tensor replaces it by a clone; every later write of this event goes to that clone.
     """
 
     def __init__(self, value: Any, batch: Batch, place: object) -> None:
@@ -145,8 +144,8 @@ class Slab:
                 self._check(mine, given[key], span, private, (*path, key), written)
         elif given is not ours and not _same(given, ours):
             raise ShapeError(
-                f"{self.place}: {_outline(ours)} cannot be replaced by {_outline(given)}; only tensors can be replaced, "
-                "since everything else is shared by all requests of the step"
+                f"{self.place}: {_outline(ours)} cannot be replaced by {_outline(given)}: only tensors can be, "
+                "everything else is shared by all requests of the step"
             )
 
     def _checked_tensor(self, ours: torch.Tensor, given: Any, span: Span) -> torch.Tensor:

@@ -31,8 +31,11 @@ class _Tracked:
 
 @dataclass(slots=True)
 class Saves:
-    """The saves of one run. A tensor is sent once, at the end of the step that saved it; a list or dict is followed from
-    step to step and only what was added is sent."""
+    """The saves of one run.
+
+    A tensor is sent once, at the end of the step that saved it; a list or dict is followed from step to step, and only
+    what was added is sent.
+    """
 
     budget: int
     spent: int = 0
@@ -54,8 +57,8 @@ class Saves:
             self.spent += size(entry.value)
         if self.spent > self.budget:
             raise SaveBudgetError(
-                f"this run has saved {self.spent:,} bytes, more than max_save_bytes={self.budget:,}; save less (fewer rows, "
-                "fewer steps, a reduction of the value) or give the run a larger max_save_bytes"
+                f"this run has saved {self.spent:,} bytes, more than max_save_bytes={self.budget:,}; save less (fewer "
+                "rows, fewer steps, a reduction of the value) or build the model with a larger max_save_bytes"
             )
         return entries
 
@@ -109,8 +112,8 @@ def check(value: Any, name: str) -> None:
             check(item, name)
     else:
         raise SaveError(
-            f"{name!r} holds a {type(value).__qualname__}, which cannot be saved; save tensors, numbers, strings, None, or "
-            "lists, tuples and dicts of them"
+            f"{name!r} holds a {type(value).__qualname__}, which cannot be saved; save tensors, numbers, strings, "
+            "None, or lists, tuples and dicts of them"
         )
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_FROM_ZERO = "steps count from 0, and their last is not known beforehand"
+
 
 class Tracer:
     """The tracer inside a block."""
@@ -87,11 +89,11 @@ def _numbers(steps: slice | int | Iterable[int]) -> Iterable[int]:
     if isinstance(steps, slice):
         start, stride = steps.start or 0, steps.step or 1
         if start < 0 or stride < 0 or (steps.stop is not None and steps.stop < 0):
-            raise ValueError(f"tracer.iter[{_written(steps)}]: steps count from 0 and their last is not known beforehand")
+            raise ValueError(f"tracer.iter[{_written(steps)}]: {_FROM_ZERO}")
         return count(start, stride) if steps.stop is None else range(start, steps.stop, stride)
     numbers = [steps] if isinstance(steps, int) else sorted(steps)
     if any(number < 0 for number in numbers):
-        raise ValueError(f"tracer.iter[{steps}]: steps count from 0 and their last is not known beforehand")
+        raise ValueError(f"tracer.iter[{steps}]: {_FROM_ZERO}")
     return numbers
 
 

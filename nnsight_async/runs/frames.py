@@ -17,7 +17,8 @@ class Frame(msgspec.Struct, array_like=True):
     """One run at the end of one step.
 
     `step` counts forward passes of the run; 0 is the prefill. `done` says that the block has ended, `stopped` that it
-    asked for the request to end here, `ended` that the entries were saved after the last step, and `error` holds what it raised (see `failures`).
+    asked for the request to end here, `ended` that the entries were saved after the last step, and `error` holds what
+    it raised (see `failures`).
     """
 
     key: int
@@ -71,7 +72,7 @@ def _is_big(value: Any) -> bool:
 def _pack_tensor(tensor: torch.Tensor, buffers: list[Buffer]) -> list[Any]:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel():
-        buffers.append(memoryview(flat.view(torch.uint8).numpy()))
+        buffers.append(memoryview(cast("Any", flat.view(torch.uint8).numpy())))
     else:
         buffers.append(b"")
     return ["tensor", str(tensor.dtype).removeprefix("torch."), list(tensor.shape), len(buffers)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from nnsight_async.errors import OutsideBlockError
 from nnsight_async.interleave.context import save
@@ -77,6 +77,10 @@ class Handle:
         """vLLM's `RequestOutput`, with the final values as `.saves`: `await result`, or `result()` in a thread."""
         return Outcome(self._started())
 
+    def attach(self, run: Run) -> None:
+        """This is the run, from now on."""
+        self._run = run
+
     async def cancel(self) -> None:
         """Abort the request; does nothing when it has ended."""
         if self._run is not None:
@@ -84,7 +88,7 @@ class Handle:
 
     def _started(self) -> Run:
         if self._run is None:
-            raise OutsideBlockError("the run starts when its `with` block ends; its stream and values are there after that")
+            raise OutsideBlockError("the run starts when its `with` block ends; its stream and values are there then")
         return self._run
 
     def save(self, value: Any, name: str | None = None) -> Any:
@@ -101,7 +105,7 @@ class ProbeRun(Handle):
         self._request = request
         self._block = block
 
-    async def __aenter__(self) -> ProbeRun:
+    async def __aenter__(self) -> Self:
         if self._run is None:
             self._run = await self._launcher.alaunch(self._request, self._block)
         return self

@@ -43,7 +43,7 @@ class Ledger:
         return saved
 
     def close(self) -> None:
-        """No step comes any more: what was filed for steps without a token is dropped, what was saved last is applied."""
+        """No step comes any more: drop what was filed for steps without a token, apply what was saved last."""
         self._filed.clear()
         closing, self._closing = self._closing, []
         saved = self._apply(closing)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from typing import ClassVar
 from weakref import WeakKeyDictionary, ref
 
 Waiter = Callable[[], None]
@@ -60,7 +61,7 @@ class _Bell:
 class _Post:
     """Futures to wake in one loop; those of one engine step share one wake-up of that loop."""
 
-    _offices: WeakKeyDictionary[asyncio.AbstractEventLoop, _Post] = WeakKeyDictionary()
+    _offices: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Post]] = WeakKeyDictionary()
 
     def __init__(self, wake: Callable[[Callable[[], None]], object]) -> None:
         self._wake = wake

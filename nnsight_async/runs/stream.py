@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from nnsight_async.runs.token import Token
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Stream:
     """An async iterator over tokens, and an async context manager. Leaving it early aborts the request.
 
-    A `break` out of `async for token in tracer.stream()` counts as leaving, at once: the iterator dies with the loop. Where
-    the stream is kept in a variable, `async with` or `aclose()` say when it is left. Each stream starts at token 0.
+    A `break` out of `async for token in tracer.stream()` counts as leaving, at once: the iterator dies with the loop.
+    Where the stream is kept in a variable, `async with` or `aclose()` say when it is left. Each starts at token 0.
     """
 
     def __init__(self, run: Run) -> None:
@@ -38,7 +38,7 @@ class Stream:
             raise StopAsyncIteration
         return token
 
-    async def __aenter__(self) -> Stream:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from inspect import currentframe
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from nnsight_async.capture.body import BodyCapture
@@ -78,11 +78,11 @@ class Trace:
     def __enter__(self) -> Tracer:
         if self._asynchronous and _loop_is_running():
             raise SurfaceError(
-                "`with model.trace(...)` blocks this thread until the run has ended, and an event loop runs in it: write "
-                "`async with model.trace(...)`"
+                "`with model.trace(...)` blocks this thread until the run has ended, and an event loop runs in it: "
+                "write `async with model.trace(...)`"
             )
         self._tracer = Tracer(asynchronous=False)
-        return self._enter(sys._getframe(1))
+        return self._enter(_caller())
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -92,7 +92,8 @@ class Trace:
             return False
         with _hidden(exc):
             block = capture.block()
-            run = self._tracer._run = self._launcher.launch(self._request, block)
+            run = self._launcher.launch(self._request, block)
+            self._tracer.attach(run)
             error = settle(run).error
             if error is not None:
                 raise error
@@ -101,8 +102,10 @@ class Trace:
 
     def __aenter__(self) -> _Ready[Tracer]:
         if not self._asynchronous:
-            raise SurfaceError('this model was built with mode="sync": write `with model.trace(...)`, or pass mode="async"')
-        return _Ready(self._enter(sys._getframe(1)))
+            raise SurfaceError(
+                'this model has mode "sync": write `with model.trace(...)`, or build it with mode="async"'
+            )
+        return _Ready(self._enter(_caller()))
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
@@ -112,11 +115,12 @@ class Trace:
             return False
         with _hidden(exc):
             block = capture.block()
-            run = self._tracer._run = await self._launcher.alaunch(self._request, block)
+            run = await self._launcher.alaunch(self._request, block)
+            self._tracer.attach(run)
         capture.bind({name: Saved(run, name) for name in block.names})
         return True
 
-    def _enter(self, frame: Any) -> Tracer:
+    def _enter(self, frame: FrameType) -> Tracer:
         self._capture = BodyCapture(frame)
         self._capture.skip(self._tracer)
         return self._tracer
@@ -146,6 +150,15 @@ def _cut(error: BaseException | None, signal: BaseException | None) -> None:
         if error.__context__ is signal:
             error.__context__ = None
         error = error.__cause__ or error.__context__
+
+
+def _caller() -> FrameType:
+    """The frame that is entering our `with`: the one that called the method that calls this."""
+    frame = currentframe()
+    for _ in range(2):
+        frame = frame and frame.f_back
+    assert frame is not None
+    return frame
 
 
 def _loop_is_running() -> bool:

@@ -52,7 +52,7 @@ class ModelView:
         return repr(self.tree)
 
     def _repr_html_(self) -> str:
-        return self.tree._repr_html_()
+        return self.tree._repr_html_()  # pyright: ignore[reportPrivateUsage]  # the name is IPython's
 
     def __dir__(self) -> list[str]:
         return sorted({*object.__dir__(self), *dir(self.tree)})

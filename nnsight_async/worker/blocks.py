@@ -129,5 +129,3 @@ def _prompt_rows(request: NewRequestData) -> int:
     if request.prompt_token_ids is not None:
         return len(request.prompt_token_ids)
     return 0 if request.prompt_embeds is None else request.prompt_embeds.shape[0]
-
-

@@ -40,11 +40,9 @@ class V2Entry:
     def _inputs(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
         def entered(*args: Any, **kwargs: Any) -> Any:
             batch = prepare(*args, **kwargs)
-            self._blocks.begin_step(
-                Composition(
-                    batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np, batch.num_tokens_after_padding
-                )
-            )
+            rows = batch.num_tokens_after_padding
+            step = Composition(batch.req_ids, batch.query_start_loc_np, batch.num_computed_tokens_np, rows)
+            self._blocks.begin_step(step)
             return batch
 
         return entered

@@ -3,11 +3,11 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from toy import WIDTH, Bench, output
 
 from nnsight_async.errors import GenerationEndedError, NotComputedError, OutOfOrderError, ShapeError
 from nnsight_async.interleave.context import current, save
 from nnsight_async.interleave.locations import LOGITS, Location
+from tests.interleave.toy import WIDTH, Bench, output
 
 
 def rows(number: int, seed: int) -> torch.Tensor:

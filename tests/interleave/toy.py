@@ -44,8 +44,9 @@ def order_of(model: torch.nn.Module) -> Order:
     clock, entries, exits = iter(range(10_000)), {}, {}
     handles = []
     for path, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(lambda *_, p=path: entries.setdefault(p, []).append(next(clock))))
-        handles.append(module.register_forward_hook(lambda *_, p=path: exits.setdefault(p, []).append(next(clock))))
+        enter = lambda *_, p=path: entries.setdefault(p, []).append(next(clock))  # noqa: E731
+        leave = lambda *_, p=path: exits.setdefault(p, []).append(next(clock))  # noqa: E731
+        handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
     model(torch.zeros(1, WIDTH))
     for handle in handles:
         handle.remove()

@@ -51,7 +51,10 @@ def test_an_augmented_assignment_reads_and_writes(model: Envoy, in_block: Any, c
 
     in_block(block)
 
-    assert context.asked == [("read", "model.lm_head.output"), ("write", "model.lm_head.output", "model.lm_head.output!")]
+    assert context.asked == [
+        ("read", "model.lm_head.output"),
+        ("write", "model.lm_head.output", "model.lm_head.output!"),
+    ]
 
 
 def test_lists_have_the_manners_of_lists(model: Envoy) -> None:
