@@ -1,0 +1,28 @@
+"""What the documentation names exists in the code, and what has to be named is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import nnsight_async
+from nnsight_async import NNsightError
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "nnsight_async"
+FILE = re.compile(r"`([a-z_0-9]+(?:/[a-z_0-9]+)*\.py)`")
+
+
+def test_the_structure_names_every_file_and_no_other() -> None:
+    named = set(FILE.findall((ROOT / "docs/structure.md").read_text()))
+    there = {str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")}
+    assert named == {name for name in there if not name.endswith("__init__.py")} | {"__init__.py"}
+
+
+@pytest.mark.parametrize("name", [name for name in nnsight_async.__all__ if name.endswith("Error")])
+def test_the_reference_says_what_to_do_about_every_error(name: str) -> None:
+    assert issubclass(getattr(nnsight_async, name), NNsightError)
+    table = (ROOT / "docs/reference.md").read_text().partition("## Errors")[2]
+    assert f"\n| `{name}`" in table

@@ -1,0 +1,114 @@
+"""Every Python snippet of the README and of docs/, page by page and in order, against a real engine.
+
+A ```text block right after a snippet is what the snippet prints. What a page claims about values, its snippets assert.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import linecache
+import re
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import nnsight_async
+from nnsight_async import VLLM
+from nnsight_async.testing.engine import tiny_engine_args
+
+ROOT = Path(__file__).parents[2]
+FENCED = re.compile(r"^```python\n(?P<code>.*?)^```$(?:\n+^```text\n(?P<printed>.*?)^```$)?", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One snippet of a page; `printed` is the text that the page shows under it."""
+
+    name: str
+    code: str
+    printed: str | None
+
+    def run(self, names: dict[str, Any], runner: asyncio.Runner) -> str:
+        """Run as a notebook would, with `await` allowed at the top; returns what was printed."""
+        linecache.cache[self.name] = (len(self.code), None, self.code.splitlines(keepends=True), self.name)
+        code = compile(self.code, self.name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+        with redirect_stdout(StringIO()) as printed:
+            ran = eval(code, names)
+            if inspect.iscoroutine(ran):
+                runner.run(ran)
+        return printed.getvalue()
+
+
+def snippets(page: Path) -> list[Snippet]:
+    text = page.read_text()
+    return [
+        Snippet(f"<{page.name}:{text.count(chr(10), 0, found.start()) + 2}>", found["code"], found["printed"])
+        for found in FENCED.finditer(text)
+    ]
+
+
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if snippets(page)]
+
+
+class Borrowed(VLLM):
+    """What `VLLM(...)` of a snippet builds: a model of its own on the engine that all tests share."""
+
+    lender: ClassVar[VLLM]
+
+    def __init__(self, repo: str, **given: Any) -> None:
+        super().__init__(self.lender.repo, **{**tiny_engine_args(), **given})
+
+    def _build(self) -> Any:
+        if self._closed:
+            return super()._build()
+        self._engine = self.lender._build()
+        self.__dict__.setdefault("_root", self.lender.tree)
+        return self._engine
+
+    def close(self) -> None:
+        self._closed = True
+
+
+@pytest.fixture
+def borrowing(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Borrowed, "lender", model, raising=False)
+    monkeypatch.setattr(nnsight_async, "VLLM", Borrowed)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.usefixtures("borrowing")
+def test_snippets_run_and_print_what_the_page_shows(page: Path) -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    with asyncio.Runner() as runner:
+        for snippet in snippets(page):
+            printed = snippet.run(names, runner)
+            if snippet.printed is not None:
+                assert printed == snippet.printed, snippet.name
+
+
+def test_links_lead_to_files_and_headings_that_exist() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    broken = [f"{page.name}: {link}" for page in pages for link in links(page) if not leads_somewhere(page, link)]
+    assert not broken
+
+
+def links(page: Path) -> list[str]:
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [link for link in re.findall(r"\]\(([^)]+)\)", prose) if "://" not in link]
+
+
+def leads_somewhere(page: Path, link: str) -> bool:
+    file, _, heading = link.partition("#")
+    target = page.parent / file if file else page
+    return target.exists() and (not heading or heading in headings(target))
+
+
+def headings(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
