@@ -11,13 +11,14 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nnsight_async"
 TEXT = (ROOT / "docs/life_of_a_request.md").read_text()
-STEPS = re.split(r"^(?=\d+\. )", TEXT, flags=re.MULTILINE)[1:]
+PARTS = re.split(r"^(?=\d+\. |## )", TEXT, flags=re.MULTILINE)
+STEPS = [part for part in PARTS if re.match(r"\d+\. ", part)]
+REST = [part for part in PARTS if part not in STEPS]
 
 FILE = re.compile(r"`([a-z_0-9]+(?:/[a-z_0-9]+)*\.py)`")
 NAME = re.compile(r"`((?:[A-Za-z_]\w*\.)?[A-Za-z_]\w*)(?:\(\))?`")
 
-VLLM_NAMES = {"AsyncLLM", "AsyncLLM.generate", "EngineCore", "EngineCoreProc", "SamplingParams", "extra_args", "RequestOutput", "NewRequestData"}
-PLAIN_WORDS = {"with", "forward", "model", "tracer", "hidden", "await", "done"}
+NOT_OURS = {"AsyncLLM", "SamplingParams", "extra_args", "with", "forward", "model", "tracer", "hidden", "done"}
 
 
 def defined(file: str) -> set[str]:
@@ -37,7 +38,8 @@ def defined(file: str) -> set[str]:
 
 def members(kind: ast.ClassDef) -> set[str]:
     functions = [node for node in kind.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    fields = {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)}
+    annotated = [node.target for node in kind.body if isinstance(node, ast.AnnAssign)]
+    fields = {target.id for target in annotated if isinstance(target, ast.Name)}
     assigned = {
         node.attr
         for function in functions
@@ -56,5 +58,16 @@ def test_what_a_step_names_is_in_the_files_that_it_names(step: str) -> None:
     files = FILE.findall(step)
     assert files, "a step says where it happens"
     assert not [file for file in files if not (PACKAGE / file).is_file()]
-    known = set().union(*map(defined, files)) | VLLM_NAMES | PLAIN_WORDS
-    assert not [name for name in NAME.findall(FILE.sub("", step)) if name not in known]
+    assert not unknown(step, files)
+
+
+def test_what_the_rest_of_the_page_names_is_somewhere() -> None:
+    files = [str(file.relative_to(PACKAGE)) for file in PACKAGE.rglob("*.py")]
+    assert not unknown("".join(REST), files)
+    assert not set(FILE.findall("".join(REST))) - set(files)
+
+
+def unknown(text: str, files: list[str]) -> list[str]:
+    known = NOT_OURS.union(*map(defined, files))
+    prose = FILE.sub("", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
+    return [name for name in NAME.findall(prose) if name not in known]
