@@ -16,7 +16,7 @@ NNsightError
 ├── SaveError            (TypeError)       a value that cannot be saved
 ├── NotSavedError        (LookupError)     a name that the block never saved
 ├── SaveBudgetError      (RuntimeError)    a run saved more bytes than `max_save_bytes`
-├── BlockError           (RuntimeError)    an exception of the block whose own type cannot be rebuilt here
+├── BlockError           (RuntimeError)    an exception of the block that cannot be raised here as it was
 ├── RunCancelledError    (RuntimeError)    the run was cancelled before the value was there
 ├── MainGuardError       (RuntimeError)    a script builds an engine outside `if __name__ == "__main__":`
 ├── SurfaceError         (RuntimeError)    the synchronous form used on an async model, or the reverse
@@ -94,7 +94,11 @@ class SaveBudgetError(NNsightError, RuntimeError):
 
 
 class BlockError(NNsightError, RuntimeError):
-    """An exception raised inside a block whose own type cannot be rebuilt in this process."""
+    """An exception raised inside a block that cannot be raised here as it was.
+
+    Its class does not exist in this process, or raising it would act on the caller: `SystemExit`, `KeyboardInterrupt`,
+    `asyncio.CancelledError`, `GeneratorExit`, `StopIteration`. Where it can be rebuilt it is the `__cause__`.
+    """
 
 
 class RunCancelledError(NNsightError, RuntimeError):

@@ -148,6 +148,18 @@ class VLLM(ModelView):
         requests = [self._request(prompt, sampling, "generate()") for prompt in several]
         return self._agenerate(requests) if self.mode == "async" else self._generate(requests)
 
+    def stats(self) -> Any:
+        """What runs hold now: a dict of counts, zero when nothing goes on; in async mode, `await model.stats()`.
+
+        `client_runs` and `client_tasks` in this process; `runs`, `waiting` and `entered` (blocks, locations waited for,
+        modules that report) in the worker, where `reports` counts what modules have reported since the start. `runner`
+        names the adapter in use. Raises `EngineClosedError` where there is no engine.
+        """
+        if self._engine is None:
+            raise EngineClosedError("the engine has not been built yet: call dispatch() first")
+        counts = self._engine.counts()
+        return asyncio.wrap_future(counts) if self.mode == "async" else counts.result()
+
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the model, as transformers loads it."""

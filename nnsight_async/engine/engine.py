@@ -10,12 +10,13 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
+from nnsight_async.engine.feed import Feed
 from nnsight_async.engine.inbox import Inbox
 from nnsight_async.errors import EngineClosedError, EngineDeadError, EngineStartError
 from nnsight_async.runs.shipment import Shipment
@@ -31,7 +32,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HEARTBEAT = 1.0
-"""Seconds between looks at whether the engine still lives, while a run waits for the end of its block."""
+"""Seconds between looks at whether the engine still lives, while a run goes."""
+
+PATIENCE = 5.0
+"""Seconds that something which ends at close has for it."""
 
 _environment = threading.Lock()
 
@@ -80,10 +84,9 @@ class Engine:
             self._keep_apart(run)
         self._loop.call_soon_threadsafe(self._launch, run)
 
-    def counts(self) -> dict[str, int]:
-        """What the client and the worker hold for runs now."""
-        worker: dict[str, int] = self.call(self.llm.collective_rpc("nnsight_counts")).result()[0]
-        return {"client_runs": len(self._runs), "client_tasks": len(self._tasks), **worker}
+    def counts(self) -> Future[dict[str, Any]]:
+        """What the client and the worker hold for runs now, and how often the worker's modules reported so far."""
+        return self.call(self._count())
 
     def close(self) -> None:
         """End the engine's processes and its thread; runs that still go get `EngineClosedError`."""
@@ -117,50 +120,43 @@ class Engine:
         self._receiving = self._loop.create_task(self._inbox.receive())
 
     def _launch(self, run: Run) -> None:
+        if run.settled:  # cancelled before it was here
+            return
         self._runs[run.key] = run
         task = self._loop.create_task(self._serve(run))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        run.started(lambda: self._from_outside(task.cancel))
-        if run.settled:
-            task.cancel()
 
-    def _from_outside(self, function: Callable[[], object]) -> None:
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function)
+    async def _count(self) -> dict[str, Any]:
+        worker: dict[str, Any] = (await self.llm.collective_rpc("nnsight_counts"))[0]
+        return {"client_runs": len(self._runs), "client_tasks": len(self._tasks), **worker}
 
     async def _serve(self, run: Run) -> None:
-        """Feed one run with vLLM's outputs, and see it to its end."""
-        request = run.request
+        """See one run to its end. Never cancelled: a request that vLLM has half taken in must still be aborted."""
+        over = asyncio.Event()
+        run.when_settled(lambda: self._from_outside(over.set))
+        feed = Feed(run, lambda error: run.fail(self._failure(error)))
         try:
-            async for output in self.llm.generate(
-                request.prompt,
-                request.params,
-                f"nnsight-{run.key}",
-                lora_request=request.lora,
-                priority=request.priority,
-            ):
-                run.feed_output(output)
-            run.finish()
-            await self._last_frame(run)
-        except asyncio.CancelledError:
-            run.cancel()
-            if not run.settled:
-                raise
+            await feed.open(self.llm)
+            await self._end_of(run, over)
+            await feed.close()
         except Exception as error:
             run.fail(self._failure(error))
         finally:
             self._runs.pop(run.key, None)
 
-    async def _last_frame(self, run: Run) -> None:
-        """The tokens are all here; wait for what the block saves after them."""
-        while not run.settled:
+    async def _end_of(self, run: Run, over: asyncio.Event) -> None:
+        while not over.is_set():
             try:
                 async with asyncio.timeout(HEARTBEAT):
-                    await run.changed.until(lambda: run.settled)
+                    await over.wait()
             except TimeoutError:
                 if self.llm.errored:
                     run.fail(self._failure(self.llm.dead_error))
+
+    def _from_outside(self, function: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # the loop has been closed
+            self._loop.call_soon_threadsafe(function)
 
     def _deliver(self, frame: Frame) -> None:
         run = self._runs.get(frame.key)
@@ -169,12 +165,9 @@ class Engine:
 
     def _failure(self, error: BaseException) -> BaseException:
         from vllm.v1.engine.exceptions import EngineDeadError as Dead
-        from vllm.v1.engine.exceptions import EngineGenerateError
 
         if isinstance(error, Dead):
             return EngineDeadError("the engine's processes have ended; close this model and build a new one")
-        if isinstance(error, EngineGenerateError) and error.__cause__ is not None:
-            return error.__cause__
         return error
 
     def _keep_apart(self, run: Run) -> None:
@@ -187,16 +180,24 @@ class Engine:
         for run in list(self._runs.values()):
             run.fail(EngineClosedError("the model was closed while this run was going"))
         if self._tasks:
-            await asyncio.wait(list(self._tasks), timeout=5)
+            await asyncio.wait(list(self._tasks), timeout=PATIENCE)
         self._receiving.cancel()
         await asyncio.wait([self._receiving])
         self._inbox.close()
         self.llm.shutdown()
+        await self._end_sockets()
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:
             task.cancel()
         if rest:
-            await asyncio.wait(rest, timeout=5)
+            await asyncio.wait(rest, timeout=PATIENCE)
+
+    async def _end_sockets(self) -> None:
+        """vLLM closes its sockets and leaves their context, which warns when it is collected (0.32, 0.33)."""
+        resources = getattr(self.llm.engine_core, "resources", None)
+        if resources is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(resources.ctx.term), PATIENCE)
 
     def _end_loop(self) -> None:
         self._closed = True

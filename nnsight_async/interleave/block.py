@@ -92,6 +92,7 @@ class BlockRun:
         self.stopped = False
         self.finished = False
         self.ended = False
+        self._killed = False
         self.waits: Location | StepStart | None = StepStart(0)
         self.visit: Visit | None = None
         self.clock = -1
@@ -139,6 +140,7 @@ class BlockRun:
 
     def kill(self) -> None:
         """Unwind the block without letting it go on."""
+        self._killed = True
         if self._greenlet:
             self._greenlet.parent = greenlet.getcurrent()
             self._greenlet.throw(greenlet.GreenletExit)
@@ -157,8 +159,10 @@ class BlockRun:
         try:
             assert self.program is not None
             self.program(self._interleaver.model, self.tracer)
-        except (_Stop, greenlet.GreenletExit):
+        except _Stop:
             pass
+        except greenlet.GreenletExit as error:
+            self.error = None if self._killed else error
         except BaseException as error:
             self.error = error
         finally:

@@ -33,6 +33,8 @@ class Sites:
         self._chains: dict[str, tuple[str, ...]] = {}
         self._previous: dict[str, Any] = {}
         self._reporting: dict[str, Callable[..., Any]] = {}
+        self.reports = 0
+        """How often a module's reporting `forward` has run."""
 
     @property
     def entered(self) -> int:
@@ -92,6 +94,7 @@ class Sites:
         entry, exit_ = Location(path, "inputs"), Location(path, "output")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            self.reports += 1
             if entry in listener.waiting:
                 args, kwargs = listener.fire(entry, (args, kwargs))
             output = inner(*args, **kwargs)

@@ -62,15 +62,19 @@ def _pack(value: Any, buffers: list[Buffer]) -> list[Any]:
     if isinstance(value, dict):
         items = cast("dict[Any, Any]", value).items()
         return ["dict", [[_pack(key, buffers), _pack(item, buffers)] for key, item in items]]
-    return ["plain", value] if not _is_big(value) else ["big", str(value)]
+    return _pack_plain(value)
 
 
-def _is_big(value: Any) -> bool:
-    return type(value) is int and value.bit_length() > 63
+def _pack_plain(value: Any) -> list[Any]:
+    """A scalar as what it is underneath: `numpy.float64` is a float, a member of an IntEnum an int."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return ["plain", int(value)] if value.bit_length() < 64 else ["big", str(int(value))]
+    kind: Any = next((kind for kind in (float, str, bytes) if isinstance(value, kind)), None)
+    return ["plain", value if kind is None else kind(value)]
 
 
 def _pack_tensor(tensor: torch.Tensor, buffers: list[Buffer]) -> list[Any]:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     if flat.numel():
         buffers.append(memoryview(cast("Any", flat.view(torch.uint8).numpy())))
     else:

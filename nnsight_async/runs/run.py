@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import count
 from threading import RLock
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nnsight_async.errors import NotSavedError, RunCancelledError
@@ -37,18 +38,23 @@ class Run:
         self.changed = Signal()
         self.output: Any = None
         self.error: BaseException | None = None
+        self._traceback: TracebackType | None = None
         self.settled = False
         self.values_final = False
         self._pending: deque[Token] = deque()
         self._finished = False
-        self._abort: Callable[[], None] | None = None
+        self._call: Callable[[], None] | None = None
         self._lock = RLock()
 
     # -- fed by the engine's loop ----------------------------------------------------------------------------------
 
-    def started(self, abort: Callable[[], None]) -> None:
-        """The request is on its way; `abort` ends it, from any thread."""
-        self._abort = abort
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Have `call` called once, from whatever thread settles the run; at once if it has been settled."""
+        with self._lock:
+            if not self.settled:
+                self._call = call
+                return
+        call()
 
     def feed_output(self, output: Any) -> None:
         """Take one of vLLM's outputs, with the tokens that came since the last."""
@@ -67,22 +73,17 @@ class Run:
                 return
             self.ledger.file(frame)
             if frame.error is not None:
-                self.fail(failures.unpack(frame.error))
+                error = failures.unpack(frame.error)
+                error.add_note(f"prompt: {failures.describe(self.request.prompt)}")
+                self.fail(error)
             else:
-                self._advance()
-
-    def finish(self) -> None:
-        """vLLM has no more outputs for this request."""
-        with self._lock:
-            if not self.settled:
-                self._finished = True
                 self._advance()
 
     def fail(self, error: BaseException) -> None:
         """End the run with `error`, which everyone who waits for it gets."""
         with self._lock:
             if not self.settled:
-                self.error = error
+                self.error, self._traceback = error, error.__traceback__
                 self._settle()
 
     # -- used by callers -------------------------------------------------------------------------------------------
@@ -93,8 +94,7 @@ class Run:
 
     def value(self, name: str) -> Any:
         """The final value of a name, once it is there; raises the run's error, or `NotSavedError`."""
-        if self.error is not None:
-            raise self.error
+        self.check()
         try:
             return self.ledger.values[name]
         except KeyError:
@@ -103,9 +103,13 @@ class Run:
 
     def outcome(self) -> Any:
         """vLLM's `RequestOutput`, with the saved values as `.saves`; raises the run's error."""
-        if self.error is not None:
-            raise self.error
+        self.check()
         return self.output
+
+    def check(self) -> None:
+        """Raise the run's error, if it has one, with the traceback that it came with, however often it is raised."""
+        if self.error is not None:
+            raise self.error.with_traceback(self._traceback)
 
     # -- joining ---------------------------------------------------------------------------------------------------
 
@@ -142,14 +146,14 @@ class Run:
         if self.output is not None:
             self.output.saves = self.ledger.values
         self.settled = self.values_final = True
-        if self._abort is not None and not self._finished:
-            self._abort()
-        self._abort = None
+        if self._call is not None:
+            self._call()
+        self._call = None
         self.changed.notify()
 
 
 def _tokens(output: Any) -> list[Token]:
-    """Tokens of a delta; when several came at once their text stands on the last."""
+    """Tokens of a delta: one, unless vLLM drew several in one step, whose text then stands on the last."""
     completion = output.outputs[0]
     ids: list[int] = list(completion.token_ids)
     last = len(ids) - 1

@@ -34,8 +34,7 @@ class Saved:
             at += 1
             if self.name in saved:
                 yield saved[self.name]
-        if run.error is not None:
-            raise run.error
+        run.check()
 
     def done(self) -> bool:
         """Whether the final value, or the error that takes its place, is there."""
@@ -86,6 +85,5 @@ class Saves(Mapping[str, Saved]):
         return self._values()
 
     def _values(self) -> dict[str, Any]:
-        if self._run.error is not None:
-            raise self._run.error
+        self._run.check()
         return dict(self._run.ledger.values)

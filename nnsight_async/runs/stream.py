@@ -69,8 +69,7 @@ class Stream:
             token = self._run.tokens[self._at]
             self._at += 1
             return token
-        if self._run.error is not None:
-            raise self._run.error
+        self._run.check()
         return None
 
     def _leave(self) -> None:

@@ -94,9 +94,7 @@ class Trace:
             block = capture.block()
             run = self._launcher.launch(self._request, block)
             self._tracer.attach(run)
-            error = settle(run).error
-            if error is not None:
-                raise error
+            settle(run).check()
         capture.bind({name: run.ledger.values[name] for name in block.names if name in run.ledger.values})
         return True
 

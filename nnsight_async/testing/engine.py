@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
+
+DRAINED_WITHIN = 30.0  # seconds
+HELD = ("client_runs", "client_tasks", "runs", "waiting", "entered")
 
 
 def tiny_engine_args() -> dict[str, Any]:
@@ -14,3 +18,15 @@ def tiny_engine_args() -> dict[str, Any]:
         "kv_cache_memory_bytes": 64 << 20,
         "distributed_executor_backend": "uni",
     }
+
+
+async def drained(model: Any) -> dict[str, Any]:
+    """Wait until neither this process nor the worker holds anything of a run; `TimeoutError` if something stays."""
+    counts: dict[str, Any] = {}
+    try:
+        async with asyncio.timeout(DRAINED_WITHIN):
+            while not counts or any(counts[name] for name in HELD):
+                counts = await model.stats()
+    except TimeoutError:
+        raise TimeoutError(f"runs have left something behind: {counts}") from None
+    return counts

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from nnsight_async.capture.load import load
 from nnsight_async.interleave.block import BlockRun
 from nnsight_async.interleave.interleaver import Interleaver
@@ -92,12 +94,15 @@ class Blocks:
             run.program = load(shipped.block, lambda reference: self._resolve(run, reference))
         except BaseException as error:
             run.fail(error)
+            self._outbox.report(run)
+            self._outbox.flush()
 
     def _part(self, finished: Iterable[str]) -> None:
         for request in finished:
             run = self._runs.pop(request, None)
             if run is not None:
-                self.interleaver.end(run)
+                with torch.inference_mode():  # as in the steps, or their tensors could not be changed in place any more
+                    self.interleaver.end(run)
                 self._outbox.flush()
 
     def _resolve(self, run: BlockRun, reference: tuple[str, ...]) -> object:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import zmq
 
+from nnsight_async.errors import SaveError
 from nnsight_async.runs import failures, frames
 from nnsight_async.runs.frames import Frame
 from nnsight_async.worker.staging import Staging
@@ -69,8 +70,27 @@ class Outbox:
                 message, copied = parcel
                 if copied is not None:
                     copied.synchronize()
-                socket.send_multipart(frames.encode(message), copy=False)
+                for parts in _encoded(message):
+                    socket.send_multipart(parts, copy=False)
             except Exception:
                 log.exception("a message of saved values could not be sent")
         socket.close()
         context.term()
+
+
+def _encoded(message: Message) -> list[list[frames.Buffer]]:
+    """The message whole, or frame by frame where one holds a value that cannot be written: its run alone fails."""
+    try:
+        return [frames.encode(message)]
+    except Exception:
+        return [_alone(frame, entries) for frame, entries in message]
+
+
+def _alone(frame: Frame, entries: list[Entry]) -> list[frames.Buffer]:
+    try:
+        return frames.encode([(frame, entries)])
+    except Exception as error:
+        names = ", ".join(sorted({entry.name for entry in entries}))
+        failure = SaveError(f"what was saved as {names} cannot be sent: {error}")
+        frame.error = failures.pack(failure, f"in step {max(frame.step, 0)} of the run")
+        return frames.encode([(frame, [])])

@@ -11,7 +11,7 @@ from nnsight_async.interleave.saving import Entry
 
 
 class Staging:
-    """Starts copies on a side stream; on the CPU there is nothing to do."""
+    """Starts copies on a side stream; on the CPU makes them, since the block may go on to change what it saved."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -19,6 +19,8 @@ class Staging:
     def start(self, entries: Iterable[Entry]) -> torch.cuda.Event | None:
         """Replace every tensor on the accelerator by a host tensor that is being filled; the event marks the last."""
         if self._stream is None:
+            for entry in entries:
+                entry.value = _map(entry.value, torch.clone)
             return None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.inference_mode():

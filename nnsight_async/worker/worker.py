@@ -38,6 +38,7 @@ class BlockWorker:
     nnsight_blocks: Blocks
     nnsight_outbox: Outbox
     nnsight_manifest: Manifest
+    nnsight_runner: str
 
     def init_device(self) -> None:
         with _last_words():
@@ -67,13 +68,15 @@ class BlockWorker:
         """The manifest of this rank's model, encoded."""
         return self.nnsight_manifest.encode()
 
-    def nnsight_counts(self) -> dict[str, int]:
-        """What blocks hold in this worker now."""
+    def nnsight_counts(self) -> dict[str, Any]:
+        """What blocks hold in this worker now, and how often modules have reported to it."""
         interleaver = self.nnsight_blocks.interleaver
         return {
+            "runner": self.nnsight_runner,
             "runs": self.nnsight_blocks.live,
             "waiting": len(interleaver.waiting),
             "entered": interleaver.sites.entered,
+            "reports": interleaver.sites.reports,
         }
 
     def shutdown(self) -> None:
@@ -98,6 +101,7 @@ class BlockWorker:
         interleaver = Interleaver(model, _order(manifest), self.nnsight_outbox.report, view, _aliases(manifest))
         self.nnsight_blocks = Blocks(interleaver, view, self.nnsight_outbox)
         entry(runner, self.nnsight_blocks)
+        self.nnsight_runner = entry.__name__
 
 
 def _order(manifest: Manifest) -> Order:

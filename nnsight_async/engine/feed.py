@@ -1,0 +1,58 @@
+"""The outputs of one request, from vLLM straight to its run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from nnsight_async.runs.run import Run
+
+
+class Feed:
+    """A request on vLLM whose outputs go to a run as they are made.
+
+    `AsyncLLM.generate` merges the outputs of steps that follow each other quickly, and the text of each token is lost.
+    What `AsyncLLM.add_request` returns is where every single one is put (`RequestOutputCollector`, vLLM 0.32, 0.33).
+    """
+
+    def __init__(self, run: Run, fail: Callable[[Exception], None]) -> None:
+        self._run = run
+        self._fail = fail
+        self._llm: Any = None
+        self._id: str | None = None
+        self._over = False
+
+    async def open(self, llm: AsyncLLM) -> None:
+        """Hand the request to vLLM; raises what vLLM raises for a request that it refuses."""
+        request, self._llm = self._run.request, llm
+        collector = await llm.add_request(
+            f"nnsight-{self._run.key}",
+            request.prompt,
+            request.params,
+            lora_request=request.lora,
+            priority=request.priority,
+        )
+        self._id = collector.request_id
+        early, collector.output = collector.output, None
+        collector.put = self._put
+        if early is not None:
+            self._put(early)
+
+    async def close(self) -> None:
+        """Abort the request, if it still goes."""
+        if self._id is not None and not self._over:
+            await self._llm.abort(self._id, internal=True)
+
+    def _put(self, output: Any) -> None:
+        """Called by the task that serves all requests: nothing may be raised here."""
+        self._over = self._over or isinstance(output, Exception) or output.finished
+        try:
+            if isinstance(output, Exception):
+                raise output
+            self._run.feed_output(output)
+        except Exception as error:
+            self._fail(error)

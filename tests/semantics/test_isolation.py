@@ -1,0 +1,147 @@
+"""Many requests at once, each of which gets its own tokens and values and nobody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nnsight_async import save
+from nnsight_async.testing.engine import drained
+from nnsight_async.testing.oracle import generation
+
+TRACED, PLAIN, STEPS = 50, 20, 6
+GREEDY = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@dataclass
+class Steering:
+    """One request: a prompt, a vector added after layer `edit`, and the layer that is read."""
+
+    prompt: list[int]
+    vector: torch.Tensor
+    edit: int
+    read: int
+
+
+@dataclass
+class Seen:
+    ids: list[int]
+    hidden: list[torch.Tensor]
+    logits: list[torch.Tensor]
+    text: str
+
+
+def steerings(number: int, width: int) -> list[Steering]:
+    draw = random.Random(1)
+    noise = torch.Generator().manual_seed(1)
+    return [
+        Steering(prompt(draw), torch.randn(width, generator=noise) * 3, edit=at % 2, read=2 + at % 2)
+        for at in range(number)
+    ]
+
+
+def prompt(draw: random.Random) -> list[int]:
+    return [draw.randrange(4, 512) for _ in range(draw.randrange(1, 40))]
+
+
+async def steered(model: Any, task: Steering) -> Seen:
+    async with model.trace(task.prompt, **GREEDY) as tracer:
+        for _ in tracer.iter[:]:
+            model.model.layers[task.edit].output[0][:] += task.vector
+            output = model.model.layers[task.read].output
+            hidden = (output[0] + output[1]).save()
+            logits = model.logits.save()
+    tokens = [token async for token in tracer.stream()]
+    result = await tracer.result
+    assert list(result.outputs[0].token_ids) == [token.id for token in tokens]
+    assert torch.equal(await hidden, tokens[-1].saves["hidden"])
+    return Seen(
+        [token.id for token in tokens],
+        [token.saves["hidden"] for token in tokens],
+        [token.saves["logits"] for token in tokens],
+        result.outputs[0].text,
+    )
+
+
+def assert_same(got: Seen, wanted: Seen) -> None:
+    assert got.ids == wanted.ids
+    assert got.text == wanted.text
+    torch.testing.assert_close(torch.cat(got.hidden), torch.cat(wanted.hidden), **CLOSE)
+    torch.testing.assert_close(torch.cat(got.logits), torch.cat(wanted.logits), **CLOSE)
+
+
+async def test_fifty_traces_among_plain_requests(model, hf):
+    tasks = steerings(TRACED, hf.config.hidden_size)
+    draw = random.Random(2)
+    plain = [prompt(draw) for _ in range(PLAIN)]
+
+    async def plainly(ids: list[int]) -> Any:
+        (output,) = await model.generate(ids, **GREEDY)
+        return output
+
+    works = [*(steered(model, task) for task in tasks), *(plainly(ids) for ids in plain)]
+    order = list(range(len(works)))
+    draw.shuffle(order)
+    running = {at: asyncio.create_task(works[at]) for at in order}
+    async with asyncio.timeout(120):
+        found = [await running[at] for at in range(len(works))]
+    await drained(model)
+
+    for task, together in zip(tasks, found[:TRACED], strict=True):
+        assert_same(together, await steered(model, task))
+        assert [rows.shape[0] for rows in together.hidden] == [len(task.prompt)] + [1] * (STEPS - 1)
+    for task, together in list(zip(tasks, found, strict=False))[:8]:
+        oracle = generation(hf, task.prompt, STEPS, {task.edit: lambda hidden, task=task: hidden + task.vector})
+        assert together.ids == oracle.ids
+        torch.testing.assert_close(torch.cat(together.logits), oracle.logits, **CLOSE)
+        torch.testing.assert_close(torch.cat(together.hidden), oracle.streams[task.read], **CLOSE)
+    for ids, output in zip(plain, found[TRACED:], strict=True):
+        assert list(output.outputs[0].token_ids) == generation(hf, ids, STEPS).ids
+    await drained(model)
+
+
+async def test_equal_prompts_with_and_without_an_edit(model, hf):
+    ids = [5, 17, 101, 9]
+    vector = torch.randn(hf.config.hidden_size, generator=torch.Generator().manual_seed(3)) * 3
+    tasks = [Steering(ids, vector * sign, 0, 2) for sign in (1, 0, -1, 0)]
+    found = await asyncio.gather(*(steered(model, task) for task in tasks))
+    for task, together in zip(tasks, found, strict=True):
+        oracle = generation(hf, ids, STEPS, {0: lambda hidden, task=task: hidden + task.vector})
+        assert together.ids == oracle.ids
+        torch.testing.assert_close(torch.cat(together.hidden), oracle.streams[2], **CLOSE)
+
+
+async def test_blocks_that_end_at_different_steps(model, hf):
+    ids = [7, 8, 9]
+    oracle = generation(hf, ids, 8)
+
+    async def of(steps: int) -> tuple[list[int], torch.Tensor]:
+        async with model.trace(ids, max_tokens=steps, temperature=0.0, ignore_eos=True) as tracer:
+            logits = save([])
+            for _ in tracer.iter[: steps // 2 + 1]:
+                logits.append(model.logits)
+        return list((await tracer.result).outputs[0].token_ids), torch.cat(await logits)
+
+    for steps, (got, logits) in zip(range(1, 9), await asyncio.gather(*map(of, range(1, 9))), strict=True):
+        assert got == oracle.ids[:steps]
+        torch.testing.assert_close(logits, oracle.logits[: steps // 2 + 1], **CLOSE)
+    await drained(model)
+
+
+async def test_what_is_changed_after_it_was_saved_stays_as_it_was(model, hf):
+    async with model.trace([5, 6, 7], max_tokens=4, temperature=0.0, ignore_eos=True) as tracer:
+        total = torch.zeros(1, 512)
+        for _ in tracer.iter[:]:
+            total += model.logits
+            total.save()
+        total /= 4
+        total.save()
+    oracle = generation(hf, [5, 6, 7], 4).logits.cumsum(0)
+    tokens = [token async for token in tracer.stream()]
+    torch.testing.assert_close(torch.cat([token.saves["total"] for token in tokens]), oracle, **CLOSE)
+    torch.testing.assert_close((await total)[0], oracle[-1] / 4, **CLOSE)

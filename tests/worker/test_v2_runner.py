@@ -1,0 +1,37 @@
+"""The same tests under vLLM's V2 model runner, which Triton's interpreter makes possible on a CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from nnsight_async.testing import v2_runner_environment
+
+ROOT = Path(__file__).parents[2]
+TESTS = ["tests/semantics", "tests/worker"]
+CHOSEN = "against_transformers and llama or equal_prompts or different_steps or stop_ends or text_of or hooks or in_use"
+
+
+def test_the_runner_in_use(model):
+    wanted = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+    with model.trace([5, 6, 7], max_tokens=1):
+        logits = model.logits.save()
+    assert logits.shape == (1, 512)
+    assert model._engine.counts().result()["runner"] == ("V2Entry" if wanted else "V1Entry")
+
+
+def test_semantics_hold_on_the_v2_runner():
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", CHOSEN, *TESTS]
+    ended = subprocess.run(
+        pytest,
+        cwd=ROOT,
+        env={**os.environ, **v2_runner_environment()},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-2000:]
+    assert " passed" in ended.stdout
