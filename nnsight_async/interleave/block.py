@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
 import torch
@@ -39,8 +39,7 @@ class _Stop(BaseException):
     """Unwinds a block that called `tracer.stop()`."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepStart:
+class StepStart(NamedTuple):
     """Waiting for a step to begin."""
 
     number: int
@@ -112,12 +111,12 @@ class BlockRun:
 
     def resume(self, value: Any = True) -> None:
         """Let the block run until it waits again or ends."""
-        self._enter(lambda: self._greenlet.switch(value))
+        self._enter(self._greenlet.switch, value)
 
     def throw(self, error: BaseException) -> None:
         """Raise `error` in the block, at the line where it waits."""
         if self._greenlet:
-            self._enter(lambda: self._greenlet.throw(error))
+            self._enter(self._greenlet.throw, error)
         else:
             self.fail(error)
 
@@ -146,11 +145,11 @@ class BlockRun:
             self._greenlet.throw(greenlet.GreenletExit)
         self.finished, self.waits = True, None
 
-    def _enter(self, switch: Callable[[], object]) -> None:
-        before = Modes.now()
+    def _enter(self, switch: Callable[[Any], object], value: Any) -> None:
+        before = self._interleaver.modes
         self.waits = None
         self._greenlet.parent = greenlet.getcurrent()
-        switch()
+        switch(value)
         if Modes.now() != before:
             self.fail(NNsightError(MODES_CHANGED))
             before.restore()

@@ -10,7 +10,8 @@ import torch
 from nnsight_async.errors import LocationError, NotComputedError, SplitPromptError, UnsupportedError
 from nnsight_async.interleave.block import PATIENCE, BlockRun, Visit
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location, expression
-from nnsight_async.interleave.order import UNKNOWN, Order
+from nnsight_async.interleave.modes import Modes
+from nnsight_async.interleave.order import Order
 from nnsight_async.interleave.rows import Batch, Slab, Span
 from nnsight_async.interleave.sites import Sites
 from nnsight_async.interleave.writes import WriteLog
@@ -41,9 +42,11 @@ class Interleaver:
         self._aliases = aliases or {}
         self._present: list[BlockRun] = []
         self._batch = Batch(0, False)
-        self._spans: dict[BlockRun, Span] = {}
+        self._spans: Mapping[BlockRun, Span] = {}
         self._running = False
         self._log = WriteLog()
+        self.modes = Modes.now()
+        """Of the forward pass, as they are before blocks have their turns."""
 
     # -- driven by the worker --------------------------------------------------------------------------------------
 
@@ -51,24 +54,26 @@ class Interleaver:
         """A forward pass over `batch` begins; `spans` says where the rows of each live run lie in it."""
         if self._present:
             self.end_step()
-        self._batch, self._spans = batch, dict(spans)
+        self._batch, self._spans, self.modes = batch, spans, Modes.now()
         for run, span in spans.items():
-            for event in self._log.replay(run, span):
-                self._want(event)
+            if span.replayed:
+                for event in self._log.replay(run, span):
+                    self._want(event)
             if span.rows:
                 self._begin(run, span)
 
     def begin_sampling(self, spans: Mapping[BlockRun, Span], batch: Batch) -> None:
         """From here on, values have one row per request instead of one per token."""
-        self._batch, self._spans = batch, dict(spans)
+        self._batch, self._spans = batch, spans
 
     def fire(self, event: Location, value: Any) -> Any:
         """The forward pass is at `event` with `value`; returns what it goes on with."""
         if self._running:
             return value
+        self.modes = Modes.now()
         runs = self.waiting.pop(event)
         self._release(event)
-        slab = Slab(value, self._batch, event)
+        slab = Slab(value, self._batch, event, [self._spans[run] for run in runs])
         for run in self._log.replaying(event):
             self._log.apply(run, event, slab)
         for run in runs:
@@ -79,6 +84,7 @@ class Interleaver:
 
     def end_step(self) -> None:
         """The forward pass and the sampling are over."""
+        self.modes = Modes.now()
         for event in self._log.finish():
             self._drop(event)
         for run in self._present:
@@ -88,6 +94,7 @@ class Interleaver:
 
     def end(self, run: BlockRun) -> None:
         """The request of `run` is over."""
+        self.modes = Modes.now()
         self._forget(run)
         self._guarded(run.end)
         self._forget(run)
@@ -114,8 +121,8 @@ class Interleaver:
         module = self.module(path)
         if any(hasattr(part, "kv_cache") for part in module.modules()):
             raise UnsupportedError(
-                f"{expression(path)} holds an attention layer, which writes the key-value cache of the requests in this "
-                "step; only modules without attention can be applied inside a block"
+                f"{expression(path)} holds an attention layer, which writes the key-value cache of the requests in "
+                "this step; only modules without attention can be applied inside a block"
             )
         return module(*map(self._real, args), **{name: self._real(value) for name, value in kwargs.items()})
 
@@ -141,7 +148,9 @@ class Interleaver:
 
     def _visit(self, run: BlockRun, event: Location, slab: Slab) -> None:
         span = self._spans[run]
-        run.clock = max(run.clock, self.order.after(event, run.clock) or UNKNOWN)
+        passed = self.order.after(event, run.clock)
+        if passed is not None and passed > run.clock:
+            run.clock = passed
         visit = run.visit = Visit(event, slab, span)
         self._guarded(run.resume)
         self._commit(run, visit)
@@ -167,16 +176,16 @@ class Interleaver:
                 f"{event} did not come in step {run.step}: the forward pass ended without it after the last location "
                 "that this block had read (it lies before that one, or the model did not use the module in this step)"
             )
-            self._guarded(lambda error=error: run.throw(error))
+            self._guarded(run.throw, error)
             self._enlist(run)
         self._forget(run)
         run.kill()
 
-    def _guarded(self, enter: Callable[[], None]) -> None:
+    def _guarded(self, enter: Callable[..., None], *arguments: BaseException) -> None:
         """Run block code; modules that it applies itself are not reported to other blocks."""
         self._running = True
         try:
-            enter()
+            enter(*arguments)
         finally:
             self._running = False
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 RESERVED = frozenset({"output", "input", "inputs"})
 
 Kind = Literal["output", "input", "inputs", "logits", "samples"]
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """A place in the forward pass: the `kind` of value at the module called `path`."""
 
     path: str

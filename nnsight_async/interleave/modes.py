@@ -4,13 +4,20 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
+# Looked up once: every turn of a block asks all of them.
+_inference = torch.is_inference_mode_enabled
+_functions: Callable[[], int] = torch._C._len_torch_function_stack
+_dispatchers: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_autocast = torch.is_autocast_enabled
+_dtype = torch.get_default_dtype
 
-@dataclass(frozen=True, slots=True)
-class Modes:
+
+class Modes(NamedTuple):
     """The state that vLLM's forward pass depends on and that code of a block could change (torch 2.11, 2.13)."""
 
     inference: bool
@@ -21,13 +28,7 @@ class Modes:
 
     @classmethod
     def now(cls) -> Modes:
-        return cls(
-            torch.is_inference_mode_enabled(),
-            torch._C._len_torch_function_stack(),
-            torch._C._len_torch_dispatch_stack(),
-            torch.is_autocast_enabled("cpu"),
-            torch.get_default_dtype(),
-        )
+        return cls(_inference(), _functions(), _dispatchers(), _autocast("cpu"), _dtype())
 
     def restore(self) -> None:
         """Undo what a block left behind that no `with` undoes, such as `torch.set_default_device`."""

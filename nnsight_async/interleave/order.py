@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
@@ -25,4 +26,5 @@ class Order:
         indices = self._indices.get(event)
         if not indices:
             return UNKNOWN
-        return next((index for index in indices if index > clock), None)
+        at = bisect_right(indices, clock)
+        return indices[at] if at < len(indices) else None

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from nnsight_async.errors import IsolationError, ShapeError
 
+SHORT = 8
+"""Spans of up to this many rows are copied together."""
+
 Written = list[tuple[tuple[Any, ...], torch.Tensor]]
 """Rows to write, each with its path in the structure of the value."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Where the rows of one run lie in this forward pass.
 
     Rows `[start, stop)` are new to the run. The `replayed` rows before them are computed again after a preemption;
@@ -42,23 +44,21 @@ class Batch:
 
 @dataclass(slots=True)
 class Private:
-    """What one run was handed: its copy of a value, and the versions of its tensors at that moment.
+    """What one run was handed: its copy of a value, and the tensors in it.
 
-    Copies are made outside inference mode, because only ordinary tensors count their in-place changes
+    Copies are made outside inference mode, because only ordinary tensors count their in-place changes, from 0 on
     (`torch.Tensor._version`, torch 2.13).
     """
 
-    value: Any
-    versions: dict[int, int] = field(default_factory=dict[int, int])
+    value: Any = None
     tensors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
 
     def changed(self) -> bool:
-        return any(tensor._version != self.versions[id(tensor)] for tensor in self.tensors)
+        return any(tensor._version for tensor in self.tensors)
 
     def untouched(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of the copies and still as it was handed out."""
-        version = self.versions.get(id(tensor))
-        return version is not None and version == tensor._version
+        return any(tensor is mine for mine in self.tensors) and not tensor._version
 
 
 class Slab:
@@ -68,17 +68,21 @@ class Slab:
     tensor replaces it by a clone; every later write of this event goes to that clone.
     """
 
-    def __init__(self, value: Any, batch: Batch, place: object) -> None:
+    def __init__(self, value: Any, batch: Batch, place: object, spans: Sequence[Span]) -> None:
         self.value = value
         self.batch = batch
         self.place = place
+        self._spans = spans
+        self._source: Any = None
+        self._copies: dict[int, dict[int, torch.Tensor]] = {}
         self._ours: set[int] = set()
 
     def take(self, span: Span) -> Private:
-        """A private copy of this run's rows, in the structure of the value."""
-        private = Private(None)
-        with torch.inference_mode(False):
-            private.value = self._copy(self.value, span, private)
+        """A private copy of the rows of `span`, in the structure of the value as it was when the first was taken."""
+        if self._source is None:
+            self._source = self.value
+        private = Private()
+        private.value = self._copy(self._source, span, private)
         return private
 
     def checked(self, span: Span, value: Any, private: Private | None) -> Written:
@@ -102,8 +106,13 @@ class Slab:
         return value
 
     def _copy_tensor(self, tensor: torch.Tensor, span: Span, private: Private) -> torch.Tensor:
-        copy = tensor.clone() if self._whole(tensor) else tensor[span.start : span.stop].clone()
-        private.versions[id(copy)] = copy._version
+        copies = self._copies.get(id(tensor))
+        if copies is None:
+            copies = self._copies[id(tensor)] = {} if self._whole(tensor) else _copies(tensor, self._spans)
+        copy = copies.pop(span.start, None)
+        if copy is None:  # a tensor without rows, or one that stands twice in the value
+            with torch.inference_mode(False):
+                copy = tensor.clone() if self._whole(tensor) else tensor[span.start : span.stop].clone()
         private.tensors.append(copy)
         return copy
 
@@ -178,6 +187,33 @@ class Slab:
         target = tensor if self._whole(tensor) else tensor[start : start + rows.shape[0]]
         target.copy_(rows)
         return tensor
+
+
+def _copies(tensor: torch.Tensor, spans: Sequence[Span]) -> dict[int, torch.Tensor]:
+    """Copies of the rows of all spans, by their first row: one copy of what few rows they have together, then a split.
+
+    `unsafe_split` makes tensors that share memory but, unlike views, each count their own changes (torch 2.13). Long
+    spans are copied alone, so that who keeps one row does not keep the memory of another's prompt.
+    """
+    short = sorted(span for span in spans if span.rows <= SHORT)
+    with torch.inference_mode(False):
+        copies = {span.start: tensor[span.start : span.stop].clone() for span in spans if span.rows > SHORT}
+        if short:
+            joined = torch.cat([tensor[start:stop] for start, stop in _ranges(short)])
+            pieces = torch.unsafe_split_with_sizes(joined, [span.rows for span in short])
+            copies.update(zip((span.start for span in short), pieces, strict=True))
+    return copies
+
+
+def _ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:
+    """The rows of ordered spans, with neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    for span in spans:
+        if ranges and ranges[-1][1] == span.start:
+            ranges[-1] = (ranges[-1][0], span.stop)
+        else:
+            ranges.append((span.start, span.stop))
+    return ranges
 
 
 def _rebuild(like: Any, items: list[Any]) -> Any:

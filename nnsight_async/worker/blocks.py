@@ -54,18 +54,21 @@ class Blocks:
             return
         spans: dict[BlockRun, Span] = {}
         self._rows.clear()
+        count = len(step.requests)
+        starts, computed = list(map(int, step.starts[: count + 1])), list(map(int, step.computed[:count]))
         for index, request in enumerate(step.requests):
             run = self._runs.get(request)
             if run is not None and not run.finished:
-                spans[run] = _span(run, step, index)
+                spans[run] = _span(run, starts[index], starts[index + 1], computed[index])
                 self._rows[run] = index
-        self._requests = len(step.requests)
+        self._requests = count
         if spans:
             self.interleaver.begin_step(spans, Batch(step.rows, self._requests > 1))
 
     def begin_sampling(self) -> None:
         """The hidden states of the last tokens are about to become logits: one row per request."""
-        if self._rows:
+        waiting = self.interleaver.waiting
+        if self._rows and (LOGITS in waiting or SAMPLES in waiting):
             spans = {run: Span(row, row + 1) for run, row in self._rows.items()}
             self.interleaver.begin_sampling(spans, Batch(self._requests, self._requests > 1))
 
@@ -124,8 +127,7 @@ def envoy_at(root: Envoy, path: str) -> Envoy:
     return envoy
 
 
-def _span(run: BlockRun, step: Composition, index: int) -> Span:
-    start, stop, computed = int(step.starts[index]), int(step.starts[index + 1]), int(step.computed[index])
+def _span(run: BlockRun, start: int, stop: int, computed: int) -> Span:
     replayed = min(max(run.position - computed, 0), stop - start)
     return Span(start + replayed, stop, replayed, computed)
 
