@@ -185,19 +185,12 @@ class Engine:
         await asyncio.wait([self._receiving])
         self._inbox.close()
         self.llm.shutdown()
-        await self._end_sockets()
+        _end_sockets(self.llm.engine_core)
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:
             task.cancel()
         if rest:
             await asyncio.wait(rest, timeout=PATIENCE)
-
-    async def _end_sockets(self) -> None:
-        """vLLM closes its sockets and leaves their context, which warns when it is collected (0.32, 0.33)."""
-        resources = getattr(self.llm.engine_core, "resources", None)
-        if resources is not None:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.to_thread(resources.ctx.term), PATIENCE)
 
     def _end_loop(self) -> None:
         self._closed = True
@@ -206,6 +199,14 @@ class Engine:
         if not self._thread.is_alive():
             self._loop.close()
         shutil.rmtree(self._home, ignore_errors=True)
+
+
+def _end_sockets(client: Any) -> None:
+    """vLLM closes its sockets and leaves their context, which warns when it is collected (0.32, 0.33)."""
+    with suppress(AttributeError):  # tidiness, not worth failing to close
+        for socket in list(client.ctx._sockets):  # none as a rule; the context would wait for it for ever
+            socket.close(linger=0)
+        client.resources.ctx.term()
 
 
 def _start_error(error: Exception, home: Path) -> Exception:

@@ -187,5 +187,6 @@ def _cut(output: Any, tokens: list[Token]) -> None:
     completion.text = "".join(token.text for token in tokens)
     if completion.logprobs:
         completion.logprobs = completion.logprobs[: len(tokens)]
+        completion.cumulative_logprob = sum(token.logprob or 0.0 for token in tokens)
     completion.finish_reason = "stop"
     output.finished = True

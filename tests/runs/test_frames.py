@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import enum
+
+import numpy as np
+import pytest
+import torch
+
+from nnsight_async.errors import SaveError
+from nnsight_async.runs import frames
+from nnsight_async.runs.frames import Frame, Message
+from nnsight_async.runs.packing import Tensors, pack
+
+
+def sent(value: object) -> object:
+    (received,) = sent_together(value)
+    return received
+
+
+def sent_together(*values: object) -> list[object]:
+    tensors = Tensors()
+    packed = [Frame(key, 0, [("x", "set", pack(value, tensors))]) for key, value in enumerate(values)]
+    message = Message(tensors.dtypes, packed)
+    received = frames.decode([bytes(part) for part in frames.encode(message, tensors.join())])
+    assert [frame.key for frame in received] == list(range(len(values)))
+    return [frame.entries[0][2] for frame in received]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 3, -(1 << 80), 1 << 63, 2.5, "naïve", b"\x00", [1, (2, "b")], {"a": [1], 3: None}, (), {}],
+    ids=repr,
+)
+def test_plain_values_come_back_equal(value):
+    received = sent(value)
+    assert received == value
+    assert type(received) is type(value)
+
+
+class Color(enum.IntEnum):
+    RED = 3
+
+
+@pytest.mark.parametrize(("value", "plain"), [(np.float64(2.5), 2.5), (Color.RED, 3), (np.str_("a"), "a")], ids=repr)
+def test_subclasses_come_back_as_what_they_are_underneath(value, plain):
+    assert sent(value) == plain
+    assert type(sent(value)) is type(plain)
+
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 3)], ids=str)
+def test_tensors_keep_dtype_shape_and_bits(dtype, shape):
+    value = (torch.rand(shape) * 9).to(dtype)
+    received = sent(value)
+    assert isinstance(received, torch.Tensor)
+    assert (received.dtype, received.shape) == (dtype, value.shape)
+    assert received.flatten().view(torch.uint8).tolist() == value.flatten().view(torch.uint8).tolist()
+
+
+def test_tensors_that_are_views():
+    whole = torch.arange(12.0).reshape(3, 4)
+    for view in (whole.T, whole[:, 1], whole[::2], whole[0, 0].expand(5), torch.tensor([1 + 2j]).conj()):
+        received = sent(view)
+        assert isinstance(received, torch.Tensor)
+        assert torch.equal(received, view)
+
+
+def test_tensors_of_several_runs_travel_together_and_come_back_apart():
+    values = [
+        torch.arange(3.0),
+        torch.arange(2),
+        torch.ones(2, 2),
+        [torch.zeros(()), torch.tensor([5.0])],
+        torch.empty(0),
+    ]
+    received = sent_together(*values)
+    first, second, third, (fourth, fifth), sixth = received
+    for got, expected in zip(
+        [first, second, third, fourth, fifth, sixth], [*values[:3], *values[3], values[4]], strict=True
+    ):
+        assert got.dtype == expected.dtype
+        assert torch.equal(got, expected)
+    third += 1
+    assert torch.equal(first, values[0])
+    assert first.untyped_storage().nbytes() == first.nbytes
+
+
+def test_what_is_joined_is_a_copy():
+    value, tensors = torch.ones(2), Tensors()
+    pack(value, tensors)
+    (flat,) = tensors.join()
+    value.zero_()
+    assert flat.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("value", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"])
+def test_a_tensor_without_dense_data_is_refused(value):
+    with pytest.raises(SaveError, match="dense"):
+        pack(value, Tensors())
+
+
+@pytest.mark.parametrize("parts", [[b""], [b"\xff"], [b"\x91\x91\x01"], [b"\x91\x93\x01\x00\x91\x93\xa1x\xa3set\x90"]])
+def test_a_malformed_message_is_a_value_error(parts):
+    with pytest.raises(ValueError, match=r"malformed|unknown"):
+        frames.decode(parts)

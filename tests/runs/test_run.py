@@ -1,0 +1,148 @@
+"""Tokens and frames joined in whatever order they come, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from nnsight_async import RunCancelledError, Saved
+from nnsight_async.runs import failures
+from nnsight_async.runs.frames import Frame
+from nnsight_async.runs.request import Request
+from nnsight_async.runs.run import Run
+from nnsight_async.runs.stream import Stream
+
+
+@pytest.fixture
+def run() -> Run:
+    return Run(Request({"prompt_token_ids": [1, 2]}, None), ("x",))
+
+
+def output(*ids: int, finished: bool = False, text: str | None = None) -> Any:
+    from vllm import CompletionOutput, RequestOutput
+
+    words = "".join(f"<{number}>" for number in ids) if text is None else text
+    reason = "length" if finished else None
+    completion = CompletionOutput(0, words, list(ids), None, None, finish_reason=reason)
+    return RequestOutput("r", None, [1, 2], None, [completion], finished)
+
+
+def frame(run: Run, step: int, value: Any = None, **more: Any) -> Frame:
+    entries = [] if value is None else [("x", "set", value)]
+    return Frame(run.key, step, entries, **more)
+
+
+def told(run: Run) -> list[tuple[int, dict[str, Any]]]:
+    return [(token.id, token.saves) for token in run.tokens]
+
+
+def test_a_token_waits_for_the_frame_of_its_step(run):
+    run.feed_output(output(7))
+    assert told(run) == []
+    run.feed_frame(frame(run, 0, "a"))
+    assert told(run) == [(7, {"x": "a"})]
+
+
+def test_frames_that_come_before_their_tokens(run):
+    run.feed_frame(frame(run, 0, "a"))
+    run.feed_frame(frame(run, 1, "b", done=True))
+    run.feed_output(output(7))
+    assert told(run) == [(7, {"x": "a"})]
+    run.feed_output(output(8, finished=True))
+    assert told(run) == [(7, {"x": "a"}), (8, {"x": "b"})]
+    assert run.settled
+    assert run.value("x") == "b"
+
+
+def test_several_tokens_in_one_output(run):
+    run.feed_frame(frame(run, 0, "a"))
+    run.feed_frame(frame(run, 1, "b", done=True))
+    run.feed_output(output(7, 8, 9, finished=True))
+    assert told(run) == [(7, {"x": "a"}), (8, {"x": "b"}), (9, {})]
+    assert "".join(token.text for token in run.tokens) == run.outcome().outputs[0].text == "<7><8><9>"
+    assert [token.finish_reason for token in run.tokens] == [None, None, "length"]
+
+
+def test_what_is_saved_after_the_last_step(run):
+    run.feed_frame(frame(run, 0))
+    run.feed_output(output(7, finished=True))
+    assert not run.settled
+    run.feed_frame(frame(run, 0, "late", done=True, ended=True))
+    assert run.settled
+    assert run.value("x") == "late"
+
+
+def test_a_step_that_drew_no_token_is_left_out(run):
+    run.feed_frame(frame(run, 0, "a"))
+    run.feed_output(output(7, finished=True))
+    run.feed_frame(frame(run, 1, "zombie"))
+    run.feed_frame(frame(run, 1, done=True, ended=True))
+    assert run.value("x") == "a"
+
+
+def test_stop_cuts_what_was_drawn_after_it(run):
+    called: list[str] = []
+    run.when_settled(lambda: called.append("settled"))
+    for number in (7, 8, 9):
+        run.feed_output(output(number))
+    run.feed_frame(frame(run, 0, "a"))
+    run.feed_frame(frame(run, 1, "b", done=True, stopped=True))
+    assert [token.id for token in run.tokens] == [7, 8]
+    assert run.tokens[-1].finish_reason == "stop"
+    assert run.outcome().outputs[0].token_ids == [7, 8]
+    assert run.outcome().outputs[0].text == "<7><8>"
+    assert run.outcome().finished
+    assert called == ["settled"]
+
+
+def test_frames_and_outputs_after_the_end_change_nothing(run):
+    run.feed_frame(frame(run, 0, "a"))
+    run.feed_output(output(7))
+    run.cancel()
+    run.feed_frame(frame(run, 1, "b"))
+    run.feed_output(output(8))
+    assert told(run) == [(7, {"x": "a"})]
+    with pytest.raises(RunCancelledError):
+        run.value("x")
+
+
+def test_a_run_settled_before_anyone_asked(run):
+    called: list[str] = []
+    run.cancel()
+    run.when_settled(lambda: called.append("settled"))
+    assert called == ["settled"]
+
+
+def test_an_error_raised_many_times_keeps_one_traceback(run):
+    run.feed_frame(frame(run, 0, error=failures.pack(KeyError("x"), "in step 0")))
+    lengths: set[int] = set()
+    for _ in range(3):
+        with pytest.raises(KeyError) as caught:
+            run.outcome()
+        lengths.add(len(caught.traceback))
+    assert len(lengths) == 1
+    assert caught.value.__notes__ == ["in step 0", "prompt: [1, 2]"]
+
+
+async def test_waiting_in_a_loop_and_in_a_thread(run):
+    saved = Saved(run, "x")
+    in_thread = asyncio.create_task(asyncio.to_thread(saved.result, 10))
+    in_loop = asyncio.ensure_future(saved._final())
+    run.feed_frame(frame(run, 0, "a", done=True))
+    run.feed_output(output(7))
+    assert await in_loop == await in_thread == await saved == "a"
+    with pytest.raises(TimeoutError):
+        Saved(Run(run.request, ("y",)), "y").result(timeout=0)
+
+
+async def test_a_stream_that_dies_aborts_its_run_and_one_that_ended_does_not(run):
+    run.feed_frame(frame(run, 0, "a", done=True))
+    run.feed_output(output(7, finished=True))
+    assert [token.id async for token in Stream(run)] == [7]
+    assert run.error is None
+    other = Run(run.request)
+    stream = Stream(other)
+    del stream
+    assert isinstance(other.error, RunCancelledError)
