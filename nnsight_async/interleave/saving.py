@@ -100,8 +100,11 @@ def _added(name: str, tracked: _Tracked) -> list[Entry]:
 
 
 def check(value: Any, name: str) -> None:
-    """Raise `SaveError` for a value of a type that cannot be sent."""
-    if value is None or isinstance(value, (torch.Tensor, bool, int, float, str, bytes)):
+    """Raise `SaveError` for a value that cannot be sent."""
+    if value is None or isinstance(value, (torch.Tensor, bool, int, float, bytes)):
+        return
+    if isinstance(value, str):
+        _check_text(value, name)
         return
     if isinstance(value, (list, tuple)):
         for item in cast("list[Any]", value):
@@ -115,6 +118,14 @@ def check(value: Any, name: str) -> None:
             f"{name!r} holds a {type(value).__qualname__}, which cannot be saved; save tensors, numbers, strings, "
             "None, or lists, tuples and dicts of them"
         )
+
+
+def _check_text(text: str, name: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise SaveError(f"{name!r} holds text that cannot be written as UTF-8: {error}") from None
 
 
 def size(value: Any) -> int:

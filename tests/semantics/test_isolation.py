@@ -145,3 +145,17 @@ async def test_what_is_changed_after_it_was_saved_stays_as_it_was(model, hf):
     tokens = [token async for token in tracer.stream()]
     torch.testing.assert_close(torch.cat([token.saves["total"] for token in tokens]), oracle, **CLOSE)
     torch.testing.assert_close((await total)[0], oracle[-1] / 4, **CLOSE)
+
+
+async def test_a_module_that_runs_between_the_forward_pass_and_the_sampling(model, hf):
+    async def own(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        async with model.trace(ids, **GREEDY) as tracer:
+            kept = save([])
+            for _ in tracer.iter[:]:
+                kept.append(model.logits_processor.output)
+        assert list((await tracer.result).outputs[0].token_ids) == generation(hf, ids, STEPS).ids
+        return torch.cat(await kept), generation(hf, ids, STEPS).logits
+
+    draw = random.Random(4)
+    for got, wanted in await asyncio.gather(*(own(prompt(draw)) for _ in range(6))):
+        torch.testing.assert_close(got, wanted, **CLOSE)
