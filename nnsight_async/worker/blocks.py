@@ -67,8 +67,7 @@ class Blocks:
 
     def begin_sampling(self) -> None:
         """The hidden states of the last tokens are about to become logits: one row per request."""
-        waiting = self.interleaver.waiting
-        if self._rows and (LOGITS in waiting or SAMPLES in waiting):
+        if self._rows and self.interleaver.waiting:  # for the logits, the samples, or a module that makes the logits
             spans = {run: Span(row, row + 1) for run, row in self._rows.items()}
             self.interleaver.begin_sampling(spans, Batch(self._requests, self._requests > 1))
 
