@@ -1,0 +1,130 @@
+"""Exceptions to bytes and back, and across processes."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnsight_async import BlockError
+from nnsight_async.runs import exceptions, failures
+
+ROOT = Path(__file__).parents[2]
+
+
+class KeywordError(Exception):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class PrefixError(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(f"prefix {text}")
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class ReprError(Exception):
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no way")
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+def returned(error: BaseException) -> BaseException:
+    return failures.unpack(failures.pack(raised(error), "a note"))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("x"),
+        KeywordError(code=3),
+        PrefixError("x"),
+        ReprError(1),
+        FileNotFoundError(2, "gone", "/a"),
+        ValueError(),
+    ],
+    ids=repr,
+)
+def test_type_message_arguments_and_attributes(error):
+    found = returned(error)
+    assert type(found) is type(error)
+    assert (str(found), found.args, found.__notes__) == (str(error), error.args, ["a note"])
+    assert {**vars(found), "__notes__": 0} == {**vars(error), "__notes__": 0}
+
+
+def test_a_message_that_raises():
+    assert type(returned(MuteError(1))) is MuteError
+
+
+def test_text_that_is_not_utf8():
+    error = KeyError("\ud800")
+    error.add_note("\ud800")
+    assert isinstance(returned(error), KeyError)
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), StopIteration(1)], ids=repr
+)
+def test_what_would_act_on_the_caller_arrives_as_a_block_error(error):
+    found = returned(error)
+    assert isinstance(found, BlockError)
+    assert str(found).startswith(type(error).__name__)
+    assert type(found.__cause__) is type(error)
+
+
+def test_chains():
+    def chained() -> None:
+        try:
+            {}["x"]
+        except KeyError as error:
+            raise PrefixError("y") from error
+
+    with pytest.raises(PrefixError) as caught:
+        chained()
+    found = failures.unpack(failures.pack(caught.value, ""))
+    assert isinstance(found.__cause__, KeyError)
+    assert traceback.extract_tb(found.__cause__.__traceback__)[-1].line == '{}["x"]'
+
+
+def test_an_endless_chain_ends():
+    error = KeyError(0)
+    error.__cause__ = ValueError(1)
+    error.__cause__.__cause__ = error
+    assert isinstance(returned(error), KeyError)
+
+
+def test_the_traceback_ends_where_it_was_raised():
+    entry = traceback.extract_tb(returned(KeyError("x")).__traceback__)[-1]
+    assert (entry.filename, entry.name, entry.line) == (__file__, "raised", "raise error")
+
+
+def test_a_class_that_only_the_other_process_has():
+    source = (
+        "import sys\nfrom nnsight_async.runs import failures\n"
+        "class Theirs(Exception):\n    def words(self): return 'theirs'\n"
+        "sys.stdout.buffer.write(failures.pack(Theirs('x'), ''))"
+    )
+    packed = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, check=True).stdout
+    found: Any = failures.unpack(packed)
+    assert type(found).__name__ == "Theirs"
+    assert found.words() == "theirs"
+
+
+def test_bytes_that_cannot_be_read():
+    assert exceptions.loads(b"nonsense") is None
