@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from nnsight_async.runs.request import Request
 
 _keys = count(1)
+_Drawn = tuple[int, str, float | None, str | None]
+"""A token that waits for its step: id, text, logprob, finish reason."""
 
 
 class Run:
@@ -41,7 +43,7 @@ class Run:
         self._traceback: TracebackType | None = None
         self.settled = False
         self.values_final = False
-        self._pending: deque[Token] = deque()
+        self._pending: deque[_Drawn] = deque()
         self._finished = False
         self._call: Callable[[], None] | None = None
         self._lock = RLock()
@@ -61,7 +63,7 @@ class Run:
         with self._lock:
             if self.settled:
                 return
-            self._pending.extend(_tokens(output))
+            self._pending.extend(_drawn(output))
             self.output = output if self.output is None else _joined(self.output, output)
             self._finished = self._finished or output.finished
             self._advance()
@@ -114,21 +116,24 @@ class Run:
     # -- joining ---------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
+        before = len(self.tokens), self.values_final
         while self._pending and self.ledger.holds(len(self.tokens)) and not self._is_stopped():
-            self._let_out(self._pending.popleft())
+            self._let_out(*self._pending.popleft())
         if self._is_stopped():
             self._stop()
         elif self._finished and not self._pending and self.ledger.done:
             self._settle()
         elif self.ledger.done and len(self.tokens) > self.ledger.through:
             self.values_final = True
-        self.changed.notify()
+        if (len(self.tokens), self.values_final) != before:
+            self.changed.notify()
 
-    def _let_out(self, bare: Token) -> None:
+    def _let_out(self, number: int, text: str, logprob: float | None, reason: str | None) -> None:
         index = len(self.tokens)
         saves = self.ledger.let_out(index)
-        reason = "stop" if self.ledger.stopped_at == index else bare.finish_reason
-        self.tokens.append(Token(bare.id, bare.text, index, bare.logprob, saves, reason))
+        if self.ledger.stopped_at == index:
+            reason = "stop"
+        self.tokens.append(Token(number, text, index, logprob, saves, reason))
 
     def _is_stopped(self) -> bool:
         stopped = self.ledger.stopped_at
@@ -152,22 +157,18 @@ class Run:
         self.changed.notify()
 
 
-def _tokens(output: Any) -> list[Token]:
-    """Tokens of a delta: one, unless vLLM drew several in one step, whose text then stands on the last."""
+def _drawn(output: Any) -> list[_Drawn]:
+    """What a delta brings: one token, unless vLLM drew several in one step, whose text then stands on the last."""
     completion = output.outputs[0]
     ids: list[int] = list(completion.token_ids)
-    last = len(ids) - 1
-    logprobs = completion.logprobs
-    return [
-        Token(
-            id=number,
-            text=completion.text if at == last else "",
-            index=-1,
-            logprob=_logprob(logprobs[at], number) if logprobs else None,
-            finish_reason=completion.finish_reason if at == last else None,
-        )
-        for at, number in enumerate(ids)
-    ]
+    if not ids:
+        return []
+    logprobs: list[float | None] = [None] * len(ids)
+    if completion.logprobs:
+        logprobs = [_logprob(found, number) for found, number in zip(completion.logprobs, ids, strict=False)]
+    *earlier, last = zip(ids, logprobs, strict=True)
+    bare: list[_Drawn] = [(number, "", logprob, None) for number, logprob in earlier]
+    return [*bare, (last[0], completion.text, last[1], completion.finish_reason)]
 
 
 def _logprob(candidates: dict[int, Any], token: int) -> float | None:

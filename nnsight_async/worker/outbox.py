@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import zmq
 
 from nnsight_async.errors import SaveError
 from nnsight_async.runs import failures, frames
-from nnsight_async.runs.frames import Frame
+from nnsight_async.runs.frames import Frame, Message
+from nnsight_async.runs.packing import Tensors, pack
 from nnsight_async.worker.staging import Staging
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ if TYPE_CHECKING:
     from nnsight_async.interleave.block import BlockRun
     from nnsight_async.interleave.saving import Entry
 
-    Message = list[tuple[Frame, list[Entry]]]
-    Parcel = tuple[Message, torch.cuda.Event | None]
+    Parcel = tuple[Message, list[torch.Tensor], torch.cuda.Event | None]
 
 log = logging.getLogger(__name__)
 
@@ -31,29 +31,43 @@ class Outbox:
 
     def __init__(self, address: str, device: torch.device) -> None:
         self._staging = Staging(device)
-        self._message: Message = []
+        self._frames: list[Frame] = []
+        self._tensors = Tensors()
         self._queue: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, args=(address,), name="nnsight-outbox", daemon=True)
         self._thread.start()
 
     def report(self, run: BlockRun) -> None:
         """Take what `run` has to say at the end of a step."""
-        entries: list[Entry] = []
+        entries: list[tuple[str, str, Any]] = []
         if run.error is None:
             try:
-                entries = run.saves.collect()
+                entries = [self._packed(entry) for entry in run.saves.collect()]
             except Exception as error:
                 run.fail(error)
-        packed = failures.pack(run.error, f"in step {max(run.step, 0)} of the run") if run.error else None
-        frame = Frame(run.key, run.step, [], run.finished, run.stopped, run.ended, packed)
-        self._message.append((frame, entries))
+        failure = failures.pack(run.error, f"in step {max(run.step, 0)} of the run") if run.error else None
+        if failure is not None:
+            entries = []
+        self._frames.append(Frame(run.key, run.step, entries, run.finished, run.stopped, run.ended, failure))
 
     def flush(self) -> None:
         """The step is over: let the other thread send what was taken."""
-        if self._message:
-            copied = self._staging.start(entry for _, entries in self._message for entry in entries)
-            self._queue.put((self._message, copied))
-            self._message = []
+        if not self._frames:
+            return
+        message = Message(self._tensors.dtypes, self._frames)
+        try:
+            flats, copied = self._staging.start(self._tensors.join())
+        except Exception as error:  # out of memory: these runs end, the engine goes on
+            message = Message([], [_without_values(frame, error) for frame in self._frames])
+            flats, copied = [], None
+        self._frames, self._tensors = [], Tensors()
+        self._queue.put((message, flats, copied))
+
+    def _packed(self, entry: Entry) -> tuple[str, str, Any]:
+        try:
+            return entry.name, entry.operation, pack(entry.value, self._tensors)
+        except Exception as error:
+            raise SaveError(f"what was saved as {entry.name!r} cannot be sent: {error}") from None
 
     def close(self) -> None:
         self._queue.put(None)
@@ -67,30 +81,18 @@ class Outbox:
         socket.connect(address)
         while (parcel := self._queue.get()) is not None:
             try:
-                message, copied = parcel
+                message, flats, copied = parcel
                 if copied is not None:
                     copied.synchronize()
-                for parts in _encoded(message):
-                    socket.send_multipart(parts, copy=False)
+                socket.send_multipart(frames.encode(message, flats), copy=False)
             except Exception:
                 log.exception("a message of saved values could not be sent")
         socket.close()
         context.term()
 
 
-def _encoded(message: Message) -> list[list[frames.Buffer]]:
-    """The message whole, or frame by frame where one holds a value that cannot be written: its run alone fails."""
-    try:
-        return [frames.encode(message)]
-    except Exception:
-        return [_alone(frame, entries) for frame, entries in message]
-
-
-def _alone(frame: Frame, entries: list[Entry]) -> list[frames.Buffer]:
-    try:
-        return frames.encode([(frame, entries)])
-    except Exception as error:
-        names = ", ".join(sorted({entry.name for entry in entries}))
-        failure = SaveError(f"what was saved as {names} cannot be sent: {error}")
-        frame.error = failures.pack(failure, f"in step {max(frame.step, 0)} of the run")
-        return frames.encode([(frame, [])])
+def _without_values(frame: Frame, error: Exception) -> Frame:
+    failure = SaveError(f"what was saved in this step cannot be sent: {error}")
+    frame.entries, frame.done = [], True
+    frame.error = frame.error or failures.pack(failure, f"in step {max(frame.step, 0)} of the run")
+    return frame

@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, cast
+from collections.abc import Sequence
 
 import torch
 
-from nnsight_async.interleave.saving import Entry
-
 
 class Staging:
-    """Starts copies on a side stream; on the CPU makes them, since the block may go on to change what it saved."""
+    """Starts copies on a side stream; on the CPU there is nothing to do."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, entries: Iterable[Entry]) -> torch.cuda.Event | None:
-        """Replace every tensor on the accelerator by a host tensor that is being filled; the event marks the last."""
+    def start(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
+        """Host tensors that are being filled with `tensors`, and the event after which they are full."""
         if self._stream is None:
-            for entry in entries:
-                entry.value = _map(entry.value, torch.clone)
-            return None
+            return list(tensors), None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream), torch.inference_mode():
-            for entry in entries:
-                entry.value = _map(entry.value, self._copy)
+            hosts = [self._copy(tensor) for tensor in tensors]
             event = torch.cuda.Event()
             event.record()
-        return event
+        return hosts, event
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.device.type != "cuda":
@@ -38,13 +32,3 @@ class Staging:
         host.copy_(tensor, non_blocking=True)
         tensor.record_stream(self._stream)
         return host
-
-
-def _map(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(item, function) for item in cast("list[Any]", value))
-    if isinstance(value, dict):
-        return {key: _map(item, function) for key, item in cast("dict[Any, Any]", value).items()}
-    return value

@@ -63,9 +63,9 @@ def test_tensors_keep_dtype_shape_and_bits(dtype, shape):
 def test_tensors_that_are_views():
     whole = torch.arange(12.0).reshape(3, 4)
     for view in (whole.T, whole[:, 1], whole[::2], whole[0, 0].expand(5), torch.tensor([1 + 2j]).conj()):
-        received = sent(view)
-        assert isinstance(received, torch.Tensor)
-        assert torch.equal(received, view)
+        for received in [sent(view), *sent_together(view, view)]:
+            assert isinstance(received, torch.Tensor)
+            assert torch.equal(received, view)
 
 
 def test_tensors_of_several_runs_travel_together_and_come_back_apart():
