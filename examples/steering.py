@@ -36,14 +36,14 @@ async def continuation(model: Any, layer: int, vector: torch.Tensor, strength: f
     return result.outputs[0].text
 
 
-async def main(model: Any, strengths: tuple[float, ...] = (-0.5, 0.0, 0.5), max_tokens: int = 24) -> dict[float, str]:
+async def main(model: Any, strengths: tuple[float, ...] = (-0.15, 0.0, 0.15), max_tokens: int = 24) -> dict[float, str]:
     """Prints and returns one continuation for each strength; all run at the same time."""
     layer = len(model.model.layers) // 2
     vector = await direction(model, layer)
     texts = await asyncio.gather(*(continuation(model, layer, vector, each, max_tokens) for each in strengths))
     print(f"\n{PROMPT} ...")
     for strength, text in zip(strengths, texts, strict=True):
-        print(f"{strength:+.1f}  {text!r}")
+        print(f"{strength:+.2f}  {text!r}")
     return dict(zip(strengths, texts, strict=True))
 
 
