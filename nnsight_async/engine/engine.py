@@ -164,13 +164,10 @@ class Engine:
             run.feed_frame(frame)
 
     def _failure(self, error: BaseException) -> BaseException:
-        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError as Dead
 
         if isinstance(error, Dead):
             return EngineDeadError("the engine's processes have ended; close this model and build a new one")
-        if isinstance(error, VLLMClientError) and not isinstance(error, ValueError):
-            return ValueError(str(error))
         return error
 
     def _keep_apart(self, run: Run) -> None:

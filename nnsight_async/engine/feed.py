@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nnsight_async.engine.sampling import refusals
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -27,15 +29,16 @@ class Feed:
         self._over = False
 
     async def open(self, llm: AsyncLLM) -> None:
-        """Hand the request to vLLM; raises what vLLM raises for a request that it refuses."""
+        """Hand the request to vLLM; `ValueError` for one that it refuses."""
         request, self._llm = self._run.request, llm
-        collector = await llm.add_request(
-            f"nnsight-{self._run.key}",
-            request.prompt,
-            request.params,
-            lora_request=request.lora,
-            priority=request.priority,
-        )
+        with refusals():
+            collector: Any = await llm.add_request(
+                f"nnsight-{self._run.key}",
+                request.prompt,
+                request.params,
+                lora_request=request.lora,
+                priority=request.priority,
+            )
         self._id = collector.request_id
         early, collector.output = collector.output, None
         collector.put = self._put

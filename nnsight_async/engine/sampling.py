@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from nnsight_async.engine.settings import check_names
 from nnsight_async.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 ALIASES = {"max_new_tokens": "max_tokens"}
 
 
 def sampling_params(given: dict[str, Any], *, what: str = "trace()") -> Any:
-    """vLLM's `SamplingParams`; `TypeError` for an unknown name, vLLM's own `ValueError` for a bad value."""
+    """vLLM's `SamplingParams`; `TypeError` for an unknown name, `ValueError` for a bad value."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -20,4 +24,16 @@ def sampling_params(given: dict[str, Any], *, what: str = "trace()") -> Any:
     if named.get("n", 1) != 1:
         raise UnsupportedError("n > 1 is not supported yet: start one run per sequence")
     named["output_kind"] = RequestOutputKind.DELTA
-    return SamplingParams(**named)
+    with refusals():
+        return SamplingParams(**named)
+
+
+@contextmanager
+def refusals() -> Generator[None]:
+    """What vLLM refuses is raised as a `ValueError`, which its own class for that is no more (0.32)."""
+    from vllm.exceptions import VLLMClientError
+
+    try:
+        yield
+    except VLLMClientError as error:
+        raise error if isinstance(error, ValueError) else ValueError(str(error)) from None
