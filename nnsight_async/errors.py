@@ -15,6 +15,7 @@ NNsightError
 ├── SplitPromptError     (RuntimeError)    a prompt that the scheduler cut in pieces
 ├── SaveError            (TypeError)       a value that cannot be saved
 ├── NotSavedError        (LookupError)     a name that the block never saved
+├── BlockTimeoutError    (TimeoutError)    a block that ran on past `block_timeout`
 ├── SaveBudgetError      (RuntimeError)    a run saved more bytes than `max_save_bytes`
 ├── BlockError           (RuntimeError)    an exception of the block that cannot be raised here as it was
 ├── RunCancelledError    (RuntimeError)    the run was cancelled before the value was there
@@ -87,6 +88,10 @@ class SaveError(NNsightError, TypeError):
 
 class NotSavedError(NNsightError, LookupError):
     """A name that the block was to save and never did."""
+
+
+class BlockTimeoutError(NNsightError, TimeoutError):
+    """A block ran longer than `block_timeout` between two locations."""
 
 
 class SaveBudgetError(NNsightError, RuntimeError):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
@@ -14,15 +14,18 @@ from nnsight_async.errors import (
     NNsightError,
     OutOfOrderError,
 )
+from nnsight_async.interleave.console import Console
 from nnsight_async.interleave.context import BlockGreenlet
 from nnsight_async.interleave.locations import Location
 from nnsight_async.interleave.modes import Modes
 from nnsight_async.interleave.saving import Saves
 from nnsight_async.interleave.tracer import Tracer
+from nnsight_async.interleave.views import FirstArgument, View
+from nnsight_async.interleave.watchdog import Expired, timeout_error
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.interleaver import Interleaver
-    from nnsight_async.interleave.rows import Private, Slab, Span, Written
+    from nnsight_async.interleave.visit import Visit
 
 PATIENCE = 100
 """How often a block that catches the errors thrown into it may wait for what cannot come, before it is unwound."""
@@ -33,6 +36,7 @@ MODES_CHANGED = (
 )
 
 Program = Callable[[Any, Tracer], object]
+_FIRST_ARGUMENT = FirstArgument()
 
 
 class _Stop(BaseException):
@@ -45,41 +49,14 @@ class StepStart(NamedTuple):
     number: int
 
 
-@dataclass(slots=True)
-class Visit:
-    """A block at a location: the batch's value, this run's rows of it, and what the block made of them."""
-
-    event: Location
-    slab: Slab
-    span: Span
-    private: Private | None = None
-    value: Any = None
-    replacement: Written | None = None
-
-    def get(self) -> Any:
-        if self.private is None and self.replacement is None:
-            self.private = self.slab.take(self.span)
-            self.value = self.private.value
-        return self.value
-
-    def set(self, value: Any) -> None:
-        self.replacement = self.slab.checked(self.span, value, self.private)
-        self.value = value
-
-    def commit(self) -> Written:
-        """Write what the block put here, or changed in place, back to the batch, and return it."""
-        if self.replacement is None and self.private is not None and self.private.changed():
-            self.replacement = self.slab.checked(self.span, self.value, self.private)
-        if self.replacement:
-            self.slab.put(self.span.start, self.replacement)
-        return self.replacement or []
-
-
 class BlockRun:
     """A block and where it stands. It is the `BlockContext` of the code that runs in its greenlet."""
 
-    def __init__(self, key: int, interleaver: Interleaver, prompt_rows: int, budget: int) -> None:
+    def __init__(
+        self, key: int, interleaver: Interleaver, prompt_rows: int, budget: int = 1 << 30, timeout: float = 60.0
+    ) -> None:
         self.key = key
+        self.console = Console()
         self.program: Program | None = None
         self.tracer = Tracer(self)
         self.prompt_rows = prompt_rows
@@ -95,6 +72,7 @@ class BlockRun:
         self.waits: Location | StepStart | None = StepStart(0)
         self.visit: Visit | None = None
         self.clock = -1
+        self._timeout = timeout
         self._interleaver = interleaver
         self._greenlet = BlockGreenlet(self._main)
         self._greenlet.context = self
@@ -141,18 +119,38 @@ class BlockRun:
         """Unwind the block without letting it go on."""
         self._killed = True
         if self._greenlet:
-            self._greenlet.parent = greenlet.getcurrent()
-            self._greenlet.throw(greenlet.GreenletExit)
+            self._turn(self._greenlet.throw, greenlet.GreenletExit)
         self.finished, self.waits = True, None
 
     def _enter(self, switch: Callable[[Any], object], value: Any) -> None:
         before = self._interleaver.modes
         self.waits = None
-        self._greenlet.parent = greenlet.getcurrent()
-        switch(value)
+        if not self._turn(switch, value):
+            self.fail(timeout_error(self._timeout))
         if Modes.now() != before:
             self.fail(NNsightError(MODES_CHANGED))
             before.restore()
+
+    def _turn(self, switch: Callable[[Any], object], value: Any) -> bool:
+        """Hand the thread to the block; False if the watchdog struck when it was already back."""
+        self._greenlet.parent = greenlet.getcurrent()
+        interleaver, stdout = self._interleaver, sys.stdout
+        watchdog = interleaver.watchdog
+        try:
+            try:
+                watchdog.begin(self._timeout)
+                interleaver.running = True
+                sys.stdout = self.console
+                switch(value)
+            finally:
+                watchdog.end()
+        except Expired:
+            watchdog.end()
+            return False
+        finally:
+            sys.stdout = stdout
+            interleaver.running = False
+        return True
 
     def _main(self, _: Any = None) -> None:
         try:
@@ -162,6 +160,8 @@ class BlockRun:
             pass
         except greenlet.GreenletExit as error:
             self.error = None if self._killed else error
+        except Expired as expired:
+            self.error = timeout_error(self._timeout).with_traceback(expired.__traceback__)
         except BaseException as error:
             self.error = error
         finally:
@@ -170,22 +170,21 @@ class BlockRun:
     # -- called by the block ---------------------------------------------------------------------------------------
 
     def read(self, location: Location) -> Any:
-        value = self._at(location).get()
         if location.kind == "input":
-            args, kwargs = value
-            return args[0] if args else next(iter(kwargs.values()), None)
-        return value
+            return self.read_view(location, _FIRST_ARGUMENT)
+        return self._at(location).get()
 
     def write(self, location: Location, value: Any) -> None:
-        visit = self._at(location)
         if location.kind == "input":
-            args, kwargs = visit.get()
-            if args:
-                args = (value, *args[1:])
-            else:
-                kwargs = {**kwargs, next(iter(kwargs)): value}
-            value = (args, kwargs)
-        visit.set(value)
+            self.write_view(location, _FIRST_ARGUMENT, value)
+        else:
+            self._at(location).set(value)
+
+    def read_view(self, location: Location, view: View) -> Any:
+        return self._at(location).see(view)
+
+    def write_view(self, location: Location, view: View, part: Any) -> None:
+        self._at(location).show(view, part)
 
     def save(self, value: Any, name: str | None = None, label: str | None = None) -> Any:
         self.saves.add(name or label or "save", value)

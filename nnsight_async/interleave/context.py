@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
     import torch
 
+    from nnsight_async.interleave.console import Console
     from nnsight_async.interleave.locations import Location
+    from nnsight_async.interleave.views import View
 
 T = TypeVar("T")
 
@@ -22,12 +24,22 @@ T = TypeVar("T")
 class BlockContext(Protocol):
     """The running block's side of the interleaver."""
 
+    console: Console
+
     def read(self, location: Location) -> Any:
         """Wait for `location` in this step and return this run's private copy of the value."""
         ...
 
     def write(self, location: Location, value: Any) -> None:
         """Replace the value at `location` in this step."""
+        ...
+
+    def read_view(self, location: Location, view: View) -> Any:
+        """A part of the value at `location`; in-place changes of it land."""
+        ...
+
+    def write_view(self, location: Location, view: View, part: Any) -> None:
+        """Replace a part of the value at `location`."""
         ...
 
     def save(self, value: Any, name: str | None = None, label: str | None = None) -> Any:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
 from nnsight_async.errors import LocationError, NotComputedError, SplitPromptError, UnsupportedError
-from nnsight_async.interleave.block import PATIENCE, BlockRun, Visit
+from nnsight_async.interleave.block import PATIENCE, BlockRun
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location, expression
 from nnsight_async.interleave.modes import Modes
 from nnsight_async.interleave.order import Order
 from nnsight_async.interleave.rows import Batch, Slab, Span
 from nnsight_async.interleave.sites import Sites
+from nnsight_async.interleave.visit import Visit
+from nnsight_async.interleave.watchdog import Watchdog
 from nnsight_async.interleave.writes import WriteLog
 
 
@@ -43,10 +45,12 @@ class Interleaver:
         self._present: list[BlockRun] = []
         self._batch = Batch(0, False)
         self._spans: Mapping[BlockRun, Span] = {}
-        self._running = False
+        self.running = False
+        """Whether a block has its turn: modules that it applies itself are not reported to other blocks."""
         self._log = WriteLog()
         self.modes = Modes.now()
         """Of the forward pass, as they are before blocks have their turns."""
+        self.watchdog = Watchdog()
 
     # -- driven by the worker --------------------------------------------------------------------------------------
 
@@ -68,7 +72,7 @@ class Interleaver:
 
     def fire(self, event: Location, value: Any) -> Any:
         """The forward pass is at `event` with `value`; returns what it goes on with."""
-        if self._running:
+        if self.running:
             return value
         self.modes = Modes.now()
         runs = self.waiting.pop(event)
@@ -96,7 +100,7 @@ class Interleaver:
         """The request of `run` is over."""
         self.modes = Modes.now()
         self._forget(run)
-        self._guarded(run.end)
+        run.end()
         self._forget(run)
         self._log.forget(run)
         self._report(run)
@@ -143,7 +147,7 @@ class Interleaver:
         run.position = span.position + span.replayed + span.rows
         self._present.append(run)
         if not run.finished:
-            self._guarded(run.begin)
+            run.begin()
             self._enlist(run)
 
     def _visit(self, run: BlockRun, event: Location, slab: Slab) -> None:
@@ -152,7 +156,7 @@ class Interleaver:
         if passed is not None and passed > run.clock:
             run.clock = passed
         visit = run.visit = Visit(event, slab, span)
-        self._guarded(run.resume)
+        run.resume()
         self._commit(run, visit)
         self._enlist(run)
 
@@ -176,18 +180,10 @@ class Interleaver:
                 f"{event} did not come in step {run.step}: the forward pass ended without it after the last location "
                 "that this block had read (it lies before that one, or the model did not use the module in this step)"
             )
-            self._guarded(run.throw, error)
+            run.throw(error)
             self._enlist(run)
         self._forget(run)
         run.kill()
-
-    def _guarded(self, enter: Callable[..., None], *arguments: BaseException) -> None:
-        """Run block code; modules that it applies itself are not reported to other blocks."""
-        self._running = True
-        try:
-            enter(*arguments)
-        finally:
-            self._running = False
 
     # -- who waits where -------------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(slots=True)
 class Private:
-    """What one run was handed: its copy of a value, and the tensors in it.
+    """What one run was handed: its copy of a value, and the tensors in it with the changes that have been dealt with.
 
     Copies are made outside inference mode, because only ordinary tensors count their in-place changes, from 0 on
     (`torch.Tensor._version`, torch 2.13).
@@ -52,13 +52,28 @@ class Private:
 
     value: Any = None
     tensors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    versions: list[int] = field(default_factory=list[int])
+
+    def add(self, tensor: torch.Tensor) -> None:
+        self.tensors.append(tensor)
+        self.versions.append(0)
+
+    def watches(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is one of the copies."""
+        return any(tensor is mine for mine in self.tensors)
 
     def changed(self) -> bool:
-        return any(tensor._version for tensor in self.tensors)
+        """Whether a copy was changed in place since `settle`."""
+        return any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True))
+
+    def settle(self) -> None:
+        """The changes made so far have been dealt with."""
+        self.versions = [tensor._version for tensor in self.tensors]
 
     def untouched(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is one of the copies and still as it was handed out."""
-        return any(tensor is mine for mine in self.tensors) and not tensor._version
+        """Whether `tensor` is one of the copies and was not changed since `settle`."""
+        pairs = zip(self.tensors, self.versions, strict=True)
+        return any(tensor is mine and tensor._version == version for mine, version in pairs)
 
 
 class Slab:
@@ -85,15 +100,22 @@ class Slab:
         private.value = self._copy(self._source, span, private)
         return private
 
+    def take_again(self, span: Span) -> Private:
+        """A private copy of the rows of `span` with what has been written to them."""
+        self._source, self._copies, self._spans = self.value, {}, (span,)
+        return self.take(span)
+
     def checked(self, span: Span, value: Any, private: Private | None) -> Written:
         """What writing `value` over this run's rows would write; `ShapeError` if it does not fit."""
         written: Written = []
         self._check(self.value, value, span, private, (), written)
         return written
 
-    def put(self, start: int, written: Written) -> None:
-        """Write checked rows at row `start`."""
+    def put(self, start: int, written: Written, *, in_place: bool = False) -> None:
+        """Write checked rows at row `start`; `in_place` into the original tensors, for everyone who holds them."""
         for path, rows in written:
+            if in_place:
+                self._ours.add(id(_part(self.value, path)))
             self.value = self._replace(self.value, path, start, rows)
 
     def _copy(self, value: Any, span: Span, private: Private) -> Any:
@@ -113,7 +135,7 @@ class Slab:
         if copy is None:  # a tensor without rows, or one that stands twice in the value
             with torch.inference_mode(False):
                 copy = tensor.clone() if self._whole(tensor) else tensor[span.start : span.stop].clone()
-        private.tensors.append(copy)
+        private.add(copy)
         return copy
 
     def _whole(self, tensor: torch.Tensor) -> bool:
@@ -214,6 +236,12 @@ def _ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:
         else:
             ranges.append((span.start, span.stop))
     return ranges
+
+
+def _part(value: Any, path: tuple[Any, ...]) -> Any:
+    for index in path:
+        value = value[index]
+    return value
 
 
 def _rebuild(like: Any, items: list[Any]) -> Any:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 
 import torch
 
-from nnsight_async.errors import GenerationEndedError, NotComputedError, OutOfOrderError, ShapeError
+from nnsight_async.errors import BlockTimeoutError, GenerationEndedError, NotComputedError, OutOfOrderError, ShapeError
+from nnsight_async.interleave.console import keep_warnings
 from nnsight_async.interleave.context import current, save
 from nnsight_async.interleave.locations import LOGITS, Location
+from nnsight_async.interleave.views import StreamIn
 from tests.interleave.toy import WIDTH, Bench, output
 
 
@@ -222,3 +225,94 @@ def test_modes_left_on_are_taken_back():
     run = bench.add(1, block, 1)
     bench.step({1: rows(1, 1)})
     assert "mode of torch" in str(run.error)
+
+
+def test_an_endless_loop_is_ended():
+    bench = Bench()
+
+    def endless(m, t):
+        while True:
+            pass
+
+    def deaf(m, t):
+        for _ in range(3):
+            with contextlib.suppress(BaseException):
+                endless(m, t)
+        endless(m, t)
+
+    one, two = bench.add(1, endless, 1), bench.add(2, deaf, 1)
+    other = rows(1, 3)
+    got = bench.step({1: rows(1, 1), 2: rows(1, 2), 9: other})
+    assert isinstance(one.error, BlockTimeoutError)
+    assert isinstance(two.error, BlockTimeoutError)
+    torch.testing.assert_close(got[9], bench.model(other)[-1])
+
+
+def test_an_endless_loop_while_it_is_unwound():
+    bench = Bench()
+
+    def block(m, t):
+        try:
+            for _ in t.iter[:]:
+                pass
+        finally:
+            while True:
+                pass
+
+    run = bench.add(1, block, 1)
+    bench.step({1: rows(1, 1)})
+    bench.interleaver.end(run)
+    assert run.finished
+
+
+def test_prints_and_warnings_are_kept(capsys):
+    bench = Bench()
+
+    def block(m, t):
+        print("seen", read("layers.0").shape[0])
+        warnings.warn("careful", stacklevel=1)
+
+    run = bench.add(1, block, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        keep_warnings()
+        bench.step({1: rows(2, 1)})
+    text, warned = run.console.take()
+    assert text == "seen 2\n"
+    assert [(entry.category, entry.message) for entry in warned] == [("builtins.UserWarning", "careful")]
+    assert capsys.readouterr().out == ""
+
+
+def test_a_view_of_an_input_is_edited_for_everyone_who_holds_the_tensor():
+    bench = Bench()
+    view = StreamIn.of(bench.model.layers[0].norm, middle=True)
+
+    def edit(m, t):
+        current().read_view(Location("layers.0.norm", "inputs"), view)[:] += 1
+
+    bench.add(1, edit, 2)
+    mine, other = rows(2, 1), rows(1, 2)
+    expected_mine, expected_other = bench.model(mine + 1)[-1], bench.model(other)[-1]
+    got = bench.step({1: mine, 9: other})
+    torch.testing.assert_close(got[1], expected_mine)
+    torch.testing.assert_close(got[9], expected_other)
+
+
+def test_a_kept_reading_is_not_changed_through_a_later_one():
+    bench, seen = Bench(), {}
+
+    def block(m, t):
+        kept = read("layers.0")
+        read("layers.0")[:] = 0
+        read("layers.0")[:] += 2
+        kept_too = read("layers.0")
+        kept_too += 1
+        seen.update(kept=kept, after=read("layers.0"))
+
+    bench.add(1, block, 2)
+    mine = rows(2, 1)
+    got = bench.step({1: mine})
+    model = bench.model
+    torch.testing.assert_close(seen["kept"], model.layers[0](mine))
+    torch.testing.assert_close(seen["after"], torch.full((2, WIDTH), 3.0))
+    torch.testing.assert_close(got[1], model.head(model.layers[2](model.layers[1](torch.full((2, WIDTH), 3.0))))[-1])

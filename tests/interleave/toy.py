@@ -67,7 +67,7 @@ class Bench:
         self.reports.append((run.key, run.step, [] if run.error else run.saves.collect(), run.finished))
 
     def add(self, key: int, program: Callable[[Any, Any], object], rows: int) -> BlockRun:
-        run = BlockRun(key, self.interleaver, rows, 1 << 30)
+        run = BlockRun(key, self.interleaver, rows, timeout=0.5)
         run.program = program
         self.runs[key] = run
         return run

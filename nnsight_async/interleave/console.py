@@ -1,0 +1,61 @@
+"""What a block prints and warns of, kept to be sent home."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from nnsight_async.interleave.context import running
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """A warning raised in a block: its category by name, and where."""
+
+    category: str
+    message: str
+    filename: str
+    line: int
+
+
+class Console(io.TextIOBase):
+    """Stands in for `sys.stdout` while a block runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._printed: list[str] = []
+        self.warned: list[Warned] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        self._printed.append(text)
+        return len(text)
+
+    def take(self) -> tuple[str, list[Warned]]:
+        """What has come since the last call."""
+        if not self._printed and not self.warned:
+            return "", []
+        text, warned = "".join(self._printed), self.warned
+        self._printed, self.warned = [], []
+        return text, warned
+
+
+def keep_warnings() -> None:
+    """From here on, warnings raised in a block go to its console; all others go where they went."""
+    show = warnings.showwarning
+
+    def showwarning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None
+    ) -> None:
+        block = running()
+        if block is None:
+            show(message, category, filename, lineno, file, line)
+        else:
+            name = f"{category.__module__}.{category.__qualname__}"
+            block.console.warned.append(Warned(name, str(message), filename, lineno))
+
+    warnings.showwarning = showwarning
