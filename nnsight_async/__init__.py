@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_async.errors import (
     BlockError,
+    BlockTimeoutError,
     CaptureError,
     EngineClosedError,
     EngineDeadError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = [
     "VLLM",
     "BlockError",
+    "BlockTimeoutError",
     "CaptureError",
     "EngineClosedError",
     "EngineDeadError",

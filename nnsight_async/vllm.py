@@ -14,7 +14,7 @@ from weakref import WeakSet
 from nnsight_async.capture.block import Block
 from nnsight_async.capture.function import from_function
 from nnsight_async.engine.blueprint import build_manifest
-from nnsight_async.engine.engine import Engine
+from nnsight_async.engine.engine import Engine, Limits
 from nnsight_async.engine.guard import check_main_guard
 from nnsight_async.engine.prompts import vllm_prompt
 from nnsight_async.engine.sampling import sampling_params
@@ -30,6 +30,7 @@ from nnsight_async.tree.model import ModelView
 Mode = Literal["sync", "async"]
 LATER = ("edits", "serve", "api_key")
 MAX_SAVE_BYTES = 1 << 30
+BLOCK_TIMEOUT = 60.0
 
 
 class VLLM(ModelView):
@@ -40,8 +41,10 @@ class VLLM(ModelView):
         mode: "sync" for `with model.trace(...)`, "async" for `async with model.trace(...)`.
         dispatch: build the engine now; otherwise the first trace, `dispatch()` or entering the model does.
         taps: not supported yet.
-        rename: not supported yet.
+        rename: other names for modules: `{"model.layers": "layers"}` for one path, `{"self_attn": "attn"}` for every
+            module of that name. The old names go on working.
         max_save_bytes: what one run may save, in bytes.
+        block_timeout: seconds that a block may run between two locations before its run fails.
         engine_args: everything that vLLM's `AsyncEngineArgs` takes.
 
     Raises:
@@ -59,18 +62,20 @@ class VLLM(ModelView):
         taps: Sequence[str] = (),
         rename: Mapping[str, str] | None = None,
         max_save_bytes: int = MAX_SAVE_BYTES,
+        block_timeout: float = BLOCK_TIMEOUT,
         **engine_args: Any,
     ) -> None:
         if mode not in ("sync", "async"):
             raise ValueError(f"mode is 'sync' or 'async', not {mode!r}")
-        if taps or rename:
-            raise UnsupportedError("taps and rename are not supported yet")
+        if taps:
+            raise UnsupportedError("taps are not supported yet")
         self.repo = repo
         self.mode: Mode = mode
         self.taps: tuple[str, ...] = ()
         self._engine_args = engine_args
         self._settings = engine_settings(repo, engine_args)
-        self._max_save_bytes = max_save_bytes
+        self._renames = dict(rename or {})
+        self._limits = Limits(max_save_bytes, block_timeout)
         self._engine: Engine | None = None
         self._closed = False
         self._building = threading.Lock()
@@ -78,7 +83,7 @@ class VLLM(ModelView):
             check_main_guard()
             self._build()
         else:
-            self.__dict__["_root"] = Envoy(build_manifest(repo, engine_args))
+            self.__dict__["_root"] = Envoy(build_manifest(repo, engine_args).renamed(self._renames))
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -221,7 +226,7 @@ class VLLM(ModelView):
             if self._closed:
                 raise EngineClosedError("this model was closed; build a new one")
             if self._engine is None:
-                engine = Engine(self._settings, self._max_save_bytes)
+                engine = Engine(self._settings, self._limits, self._renames)
                 engine.start()
                 self._engine = engine
                 self.__dict__.setdefault("_root", Envoy(engine.manifest))

@@ -8,9 +8,10 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,12 +41,21 @@ PATIENCE = 5.0
 _environment = threading.Lock()
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one run may take: bytes of saved values, and seconds between two locations of its block."""
+
+    save_bytes: int
+    block_seconds: float
+
+
 class Engine:
     """Owns `AsyncLLM`, the thread of its loop, and the inbox. All callers, on any loop or thread, share it."""
 
-    def __init__(self, settings: dict[str, Any], max_save_bytes: int) -> None:
+    def __init__(self, settings: dict[str, Any], limits: Limits, renames: Mapping[str, str]) -> None:
         self._settings = settings
-        self._max_save_bytes = max_save_bytes
+        self._limits = limits
+        self._renames = dict(renames)
         self._home = Path(tempfile.mkdtemp(prefix="nnsight_async-"))
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nnsight-engine", daemon=True)
@@ -80,7 +90,7 @@ class Engine:
         if block is None:
             run.ledger.done = True
         else:
-            Shipment(run.key, block, self._max_save_bytes).onto(run.request.params)
+            Shipment(run.key, block, self._limits.save_bytes, self._limits.block_seconds).onto(run.request.params)
             self._keep_apart(run)
         self._loop.call_soon_threadsafe(self._launch, run)
 
@@ -114,6 +124,9 @@ class Engine:
                 self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._settings))
             described: list[bytes] = await self.llm.collective_rpc("nnsight_describe")
             self.manifest = Manifest.decode(described[0])
+            if self._renames:
+                self.manifest = self.manifest.renamed(self._renames)
+                await self.llm.collective_rpc("nnsight_rename", args=(self._renames,))
         except Exception as error:
             self._inbox.close()
             raise _start_error(error, self._home) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
@@ -14,6 +14,7 @@ from nnsight_async.errors import (
     NNsightError,
     OutOfOrderError,
 )
+from nnsight_async.interleave.cache import Cache
 from nnsight_async.interleave.console import Console
 from nnsight_async.interleave.context import BlockGreenlet
 from nnsight_async.interleave.locations import Location
@@ -67,6 +68,7 @@ class BlockRun:
         self.error: BaseException | None = None
         self.stopped = False
         self.finished = False
+        self.caches: list[Cache] = []
         self.ended = False
         self._killed = False
         self.waits: Location | StepStart | None = StepStart(0)
@@ -76,6 +78,11 @@ class BlockRun:
         self._interleaver = interleaver
         self._greenlet = BlockGreenlet(self._main)
         self._greenlet.context = self
+
+    @property
+    def over(self) -> bool:
+        """Whether the run has no more to do in any step."""
+        return self.finished and (not self.caches or self.ended or self.stopped or self.error is not None)
 
     # -- driven by the interleaver ---------------------------------------------------------------------------------
 
@@ -195,6 +202,13 @@ class BlockRun:
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._interleaver.call(path, args, kwargs)
+
+    def collect(self, modules: Iterable[Any] | None, include_inputs: bool) -> Cache:
+        """Start a cache of what passes at `modules`."""
+        cache = Cache(self._interleaver.events_of(modules, include_inputs))
+        self.caches.append(cache)
+        self._interleaver.collect(self, cache, self.clock)
+        return cache
 
     def stop(self) -> NoReturn:
         self.stopped = True

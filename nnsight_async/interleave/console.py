@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import io
 import warnings
-from dataclasses import dataclass
 from typing import Any
 
 from nnsight_async.interleave.context import running
 
-
-@dataclass(frozen=True, slots=True)
-class Warned:
-    """A warning raised in a block: its category by name, and where."""
-
-    category: str
-    message: str
-    filename: str
-    line: int
+Warned = tuple[str, str, str, int]
+"""A warning raised in a block: its category by name, its message, file and line."""
 
 
 class Console(io.TextIOBase):
@@ -56,6 +48,6 @@ def keep_warnings() -> None:
             show(message, category, filename, lineno, file, line)
         else:
             name = f"{category.__module__}.{category.__qualname__}"
-            block.console.warned.append(Warned(name, str(message), filename, lineno))
+            block.console.warned.append((name, str(message), filename, lineno))
 
     warnings.showwarning = showwarning

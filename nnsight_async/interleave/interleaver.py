@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 
 from nnsight_async.errors import LocationError, NotComputedError, SplitPromptError, UnsupportedError
 from nnsight_async.interleave.block import PATIENCE, BlockRun
-from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location, expression
+from nnsight_async.interleave.cache import Cache
+from nnsight_async.interleave.locations import LOGITS, SAMPLES, Kind, Location, expression
 from nnsight_async.interleave.modes import Modes
 from nnsight_async.interleave.order import Order
 from nnsight_async.interleave.rows import Batch, Slab, Span
@@ -33,7 +34,7 @@ class Interleaver:
         root: torch.nn.Module,
         order: Order,
         report: Report,
-        model: object = None,
+        model: Any = None,
         aliases: Mapping[str, str] | None = None,
     ) -> None:
         self.order = order
@@ -50,6 +51,7 @@ class Interleaver:
         self._log = WriteLog()
         self.modes = Modes.now()
         """Of the forward pass, as they are before blocks have their turns."""
+        self._collecting: dict[Location, list[tuple[BlockRun, Cache]]] = {}
         self.watchdog = Watchdog()
 
     # -- driven by the worker --------------------------------------------------------------------------------------
@@ -64,6 +66,8 @@ class Interleaver:
                 for event in self._log.replay(run, span):
                     self._want(event)
             if span.rows:
+                for cache in run.caches:
+                    self.collect(run, cache, -1)
                 self._begin(run, span)
 
     def begin_sampling(self, spans: Mapping[BlockRun, Span], batch: Batch) -> None:
@@ -82,15 +86,19 @@ class Interleaver:
             self._log.apply(run, event, slab)
         for run in runs:
             self._visit(run, event, slab)
-        if self._log.replaying(event):
+        collecting = self._collecting.get(event, ())
+        for run, cache in collecting:
+            self._store(run, cache, event, slab)
+        if collecting or self._log.replaying(event):
             self._want(event)
         return slab.value
 
     def end_step(self) -> None:
         """The forward pass and the sampling are over."""
         self.modes = Modes.now()
-        for event in self._log.finish():
+        for event in {*self._log.finish(), *self._collecting}:
             self._drop(event)
+        self._collecting.clear()
         for run in self._present:
             self._settle(run)
             self._report(run)
@@ -105,6 +113,13 @@ class Interleaver:
         self._log.forget(run)
         self._report(run)
 
+    def collect(self, run: BlockRun, cache: Cache, clock: int) -> None:
+        """Have `cache` filled in this step with what passes after `clock`."""
+        for event in cache.events:
+            if self.order.after(event, clock) is not None:
+                self._collecting.setdefault(event, []).append((run, cache))
+                self._want(event)
+
     # -- asked by blocks -------------------------------------------------------------------------------------------
 
     def event(self, location: Location) -> Location:
@@ -114,6 +129,18 @@ class Interleaver:
         if path == location.path and kind == location.kind:
             return location
         return Location(path, kind)
+
+    def events_of(self, modules: Iterable[Any] | None, include_inputs: bool) -> list[Location]:
+        """The events at which the modules (or their paths; None: all that are called) return, or are entered too."""
+        chosen = self.order.called() if modules is None else [self._path(module) for module in modules]
+        kinds: tuple[Kind, ...] = ("inputs", "output") if include_inputs else ("output",)
+        return [self.event(Location(path, kind)) for path in chosen for kind in kinds]
+
+    def _path(self, module: Any) -> str:
+        path = module if isinstance(module, str) else _reference(module)
+        if path is None or self.sites.module(path) is None:
+            raise LocationError(f"the model has no module {module!r}")
+        return path
 
     def module(self, path: str) -> torch.nn.Module:
         module = self.sites.module(path)
@@ -132,12 +159,8 @@ class Interleaver:
 
     def _real(self, value: Any) -> Any:
         """The module that a path of the tree stands for; anything else as it is."""
-        reference = getattr(type(value), "__block_reference__", None)
-        match reference(value) if reference is not None else None:
-            case ("module", path):
-                return self.module(path)
-            case _:
-                return value
+        path = _reference(value)
+        return value if path is None else self.module(path)
 
     # -- the turns -------------------------------------------------------------------------------------------------
 
@@ -159,6 +182,12 @@ class Interleaver:
         run.resume()
         self._commit(run, visit)
         self._enlist(run)
+
+    def _store(self, run: BlockRun, cache: Cache, event: Location, slab: Slab) -> None:
+        try:
+            cache.store(event, slab.take_again(self._spans[run]).value)
+        except Exception as error:  # a value that cannot be narrowed to the run's rows
+            run.fail(error)
 
     def _commit(self, run: BlockRun, visit: Visit) -> None:
         try:
@@ -212,6 +241,16 @@ class Interleaver:
         if not self.waiting.get(event, True):
             del self.waiting[event]
             self._release(event)
+
+
+def _reference(value: Any) -> str | None:
+    """The path of a module of the tree; None for anything else."""
+    reference = getattr(type(value), "__block_reference__", None)
+    match reference(value) if reference is not None else None:
+        case ("module", path):
+            return path
+        case _:
+            return None
 
 
 def _split(run: BlockRun, span: Span) -> SplitPromptError:

@@ -21,6 +21,10 @@ class Order:
         for path, indices in exits.items():
             self._indices[Location(path, "output")] = indices
 
+    def called(self) -> list[str]:
+        """Paths of the modules that a forward pass calls."""
+        return [event.path for event, indices in self._indices.items() if event.kind == "output" and indices]
+
     def after(self, event: Location, clock: int) -> int | None:
         """Index of the next passage after `clock`; None when the last has gone by, UNKNOWN when none was recorded."""
         indices = self._indices.get(event)

@@ -8,13 +8,15 @@ from typing import Any, Literal, cast
 import torch
 
 from nnsight_async.errors import SaveBudgetError, SaveError
+from nnsight_async.interleave.cache import Cache
 
-Operation = Literal["set", "extend", "update"]
+Operation = Literal["set", "extend", "update", "append"]
 
 
 @dataclass(slots=True)
 class Entry:
-    """One change of a saved name: set it, extend the list it holds, or update the dict it holds."""
+    """One change of a saved name: set it, extend the list it holds, update the dict it holds, or append to the lists in
+    that dict."""
 
     name: str
     operation: Operation
@@ -67,6 +69,9 @@ class Saves:
         return not self._fresh and not self._tracked
 
     def _first(self, name: str, value: Any) -> Entry:
+        if isinstance(value, Cache):
+            self._tracked[name] = _Tracked(value, [])
+            return Entry(name, "set", value.take_fresh())
         if isinstance(value, (list, dict)):
             container = cast("list[Any] | dict[Any, Any]", value)
             self._tracked[name] = _Tracked(container, _items(container))
@@ -86,6 +91,9 @@ def _mark(item: Any) -> Any:
 
 
 def _added(name: str, tracked: _Tracked) -> list[Entry]:
+    if isinstance(tracked.container, Cache):
+        added = tracked.container.take_fresh()
+        return [Entry(name, "append", added)] if added else []
     now, before = _items(tracked.container), tracked.sent
     if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
         return []

@@ -10,6 +10,7 @@ from nnsight_async.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.block import BlockRun
+    from nnsight_async.interleave.cache import Cache
 
 T = TypeVar("T")
 
@@ -42,6 +43,14 @@ class Tracer:
         self._run.save(value, name)
         return value
 
+    def cache(self, modules: Iterable[Any] | None = None, *, include_inputs: bool = False) -> Cache:
+        """Collect the outputs (and inputs) of modules in this step and all that follow; save it to have it sent home.
+
+        `modules` are modules of the tree or their paths; None means all that the forward pass calls. The cache is a
+        dict of lists by location, such as `"model.layers.0.output"`, and holds this run's rows only.
+        """
+        return self._run.collect(modules, include_inputs)
+
     @property
     def step(self) -> int:
         """Number of the step that the block is in; 0 is the prefill."""
@@ -50,7 +59,7 @@ class Tracer:
     def __getattr__(self, name: str) -> NoReturn:
         if name in ("barrier", "backward", "scan"):
             raise UnsupportedError(f"tracer.{name} is not available on vLLM; TransformersModel has it")
-        raise AttributeError(f"a tracer inside a block has no {name!r}; it has iter, all, stop, save and step")
+        raise AttributeError(f"a tracer inside a block has no {name!r}; it has iter, all, stop, save, cache and step")
 
 
 class Iterations:

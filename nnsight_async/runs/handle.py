@@ -52,6 +52,7 @@ def settle(run: Run, timeout: float | None = None) -> Run:
     except BaseException:
         run.cancel()
         raise
+    run.warn()
     return run
 
 

@@ -62,4 +62,6 @@ def _after(before: Any, operation: str, value: Any) -> Any:
         return [*before, *value]
     if operation == "update":
         return {**before, **value}
+    if operation == "append":
+        return {**before, **{key: [*before.get(key, ()), *added] for key, added in value.items()}}
     return value

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nnsight_async.errors import NotSavedError, RunCancelledError
-from nnsight_async.runs import failures
+from nnsight_async.runs import echo, failures
 from nnsight_async.runs.ledger import Ledger
 from nnsight_async.runs.signal import Signal
 from nnsight_async.runs.token import Token
@@ -47,6 +47,7 @@ class Run:
         self._finished = False
         self._call: Callable[[], None] | None = None
         self._lock = RLock()
+        self._warned: list[echo.Warned] = []
 
     # -- fed by the engine's loop ----------------------------------------------------------------------------------
 
@@ -73,6 +74,9 @@ class Run:
         with self._lock:
             if self.settled:
                 return
+            if frame.printed:
+                echo.echo(self.key, frame.printed)
+            self._warned += frame.warned
             self.ledger.file(frame)
             if frame.error is not None:
                 error = failures.unpack(frame.error)
@@ -94,8 +98,14 @@ class Run:
         """Abort the request, from any thread; what waits for it gets `RunCancelledError`."""
         self.fail(RunCancelledError("the run was cancelled before it had ended"))
 
+    def warn(self) -> None:
+        """Issue what the block warned of and nobody has been told yet; called where the caller waits."""
+        while self._warned:
+            echo.warn(self._warned.pop(0))
+
     def value(self, name: str) -> Any:
         """The final value of a name, once it is there; raises the run's error, or `NotSavedError`."""
+        self.warn()
         self.check()
         try:
             return self.ledger.values[name]
@@ -105,6 +115,7 @@ class Run:
 
     def outcome(self) -> Any:
         """vLLM's `RequestOutput`, with the saved values as `.saves`; raises the run's error."""
+        self.warn()
         self.check()
         return self.output
 
@@ -151,6 +162,7 @@ class Run:
         if self.output is not None:
             self.output.saves = self.ledger.values
         self.settled = self.values_final = True
+        echo.forget(self.key)
         if self._call is not None:
             self._call()
         self._call = None

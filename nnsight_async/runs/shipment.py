@@ -20,6 +20,7 @@ class Shipment:
     run: int
     block: bytes
     budget: int
+    timeout: float
 
     @classmethod
     def of(cls, params: _Params | None) -> Shipment | None:
@@ -29,4 +30,4 @@ class Shipment:
 
     def onto(self, params: _Params) -> None:
         """Put the shipment on sampling parameters, beside what else is there."""
-        params.extra_args = {**(params.extra_args or {}), KEY: [self.run, self.block, self.budget]}
+        params.extra_args = {**(params.extra_args or {}), KEY: [self.run, self.block, self.budget, self.timeout]}

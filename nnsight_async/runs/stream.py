@@ -65,6 +65,7 @@ class Stream:
         return len(self._run.tokens) > self._at or self._run.settled
 
     def _next(self) -> Token | None:
+        self._run.warn()
         if self._at < len(self._run.tokens):
             token = self._run.tokens[self._at]
             self._at += 1

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
 
 from nnsight_async.errors import LocationError, UnreadableError
 from nnsight_async.interleave.context import current, running
 from nnsight_async.interleave.locations import Location, expression
+from nnsight_async.tree import residual
+from nnsight_async.tree.heads import Heads, heads_below
 from nnsight_async.tree.manifest import join
 from nnsight_async.tree.names import missing
 from nnsight_async.tree.render import as_html, as_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from nnsight_async.tree.manifest import Manifest
 
@@ -42,6 +44,7 @@ class Envoy:
         own["_unreadable"] = info.reason
         own["_named"] = {}
         own["_items"] = None
+        own["_places"] = {}
         own["_output"] = Location(path, "output")
         own["_input"] = Location(path, "input")
         own["_inputs"] = Location(path, "inputs")
@@ -75,15 +78,74 @@ class Envoy:
     def inputs(self, value: Any) -> None:
         self._write(self._inputs, value)
 
+    @property
+    def resid_pre(self) -> Any:
+        """The residual stream before this layer, `[rows, hidden]`; assign to replace it, or change it in place."""
+        return self._read_stream(residual.before)
+
+    @resid_pre.setter
+    def resid_pre(self, value: Any) -> None:
+        self._write_stream(residual.before, value)
+
+    @property
+    def resid_mid(self) -> Any:
+        """The residual stream between this layer's attention and MLP, `[rows, hidden]`."""
+        return self._read_stream(residual.middle)
+
+    @resid_mid.setter
+    def resid_mid(self, value: Any) -> None:
+        self._write_stream(residual.middle, value)
+
+    @property
+    def resid_post(self) -> Any:
+        """The residual stream after this layer, `[rows, hidden]`."""
+        return self._read_stream(residual.after)
+
+    @resid_post.setter
+    def resid_post(self, value: Any) -> None:
+        self._write_stream(residual.after, value)
+
+    @property
+    def heads(self) -> Heads:
+        """The heads of the attention layer in this module: `heads[i].output`, `.q`, `.k`, `.v`."""
+        return self._seen(lambda: heads_below(self._manifest, self._path))
+
+    def skip(self, value: Any) -> None:
+        """Have `value` be what the module returns for this run's rows, whatever it would compute.
+
+        `value` has the structure and the rows of the module's output; `ShapeError` otherwise. Other requests in the
+        step get what the module computes for them.
+        """
+        self._write(self._output, value)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Apply the module to values of the block, outside the forward pass; `OutsideBlockError` elsewhere."""
         return current().call(self._path, args, kwargs)
 
     def _read(self, location: Location) -> Any:
+        if self._unreadable is not None:
+            return self._seen(self._refuse)
         try:
-            if self._unreadable is not None:
-                raise self._refusal()
             return current().read(location)
+        except AttributeError as error:
+            self.__dict__["_failed"] = error
+            raise
+
+    def _read_stream(self, place: Callable[[Manifest, str], residual.Place]) -> Any:
+        return self._seen(lambda: current().read_view(*self._place(place)))
+
+    def _write_stream(self, place: Callable[[Manifest, str], residual.Place], value: Any) -> None:
+        current().write_view(*self._place(place), value)
+
+    def _place(self, place: Callable[[Manifest, str], residual.Place]) -> residual.Place:
+        found = self._places.get(place)
+        if found is None:
+            found = self._places[place] = place(self._manifest, self._path)
+        return found
+
+    def _seen(self, read: Callable[[], Any]) -> Any:
+        try:
+            return read()
         except AttributeError as error:
             # Python answers an AttributeError of a property by calling __getattr__, which raises it once more.
             self.__dict__["_failed"] = error
@@ -93,6 +155,9 @@ class Envoy:
         if self._unreadable is not None:
             raise self._refusal()
         current().write(location, value)
+
+    def _refuse(self) -> NoReturn:
+        raise self._refusal()
 
     def _refusal(self) -> UnreadableError:
         return UnreadableError(f"{expression(self._path)} ({self._info.cls}) cannot be read: {self._unreadable}")
@@ -104,6 +169,10 @@ class Envoy:
             raise AttributeError(name)
         if isinstance(getattr(type(self), name, None), property):
             raise self.__dict__.pop("_failed", None) or AttributeError(name)
+        alias = self._manifest.renames.get(name)
+        if alias is not None and name not in self._info.children and self._has(alias):
+            child = self.__dict__[name] = self._descend(alias)
+            return child
         if name in self._info.children:
             child = self.__dict__[name] = self._child(name)
             return child
@@ -117,7 +186,7 @@ class Envoy:
         declared = getattr(type(self), name, None)
         if not isinstance(declared, property) or declared.fset is None:
             where = expression(self._path)
-            raise AttributeError(f"{where}.{name} cannot be set; .output, .input and .inputs can")
+            raise AttributeError(f"{where}.{name} cannot be set; .output, .input, .inputs and the residual stream can")
         object.__setattr__(self, name, value)
 
     @overload
@@ -152,6 +221,16 @@ class Envoy:
                 raise LocationError(missing(self._manifest, self._path, name))
             child = self._named[name] = type(self)(self._manifest, join(self._path, name))
         return child
+
+    def _has(self, alias: str) -> bool:
+        """Whether a renamed path or module name is meant here: a path at the root, a name wherever it is a child."""
+        return not self._path if "." in alias else alias in self._info.children
+
+    def _descend(self, path: str) -> Self:
+        found = self
+        for name in path.split("."):
+            found = found._child(name)
+        return found
 
     def _all_items(self) -> tuple[Self, ...]:
         if not self._info.is_list:

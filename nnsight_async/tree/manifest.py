@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 FORMAT = 1  # part of every cache key: raise it when a field changes
 
@@ -68,6 +73,18 @@ class Manifest(msgspec.Struct, frozen=True):
     vllm_version: str
     modules: dict[str, ModuleInfo]
     recorded: bool = False
+    renames: dict[str, str] = {}
+
+    def renamed(self, renames: Mapping[str, str]) -> Manifest:
+        """With other names for modules: `{"model.layers": "layers"}` for one path, `{"self_attn": "attn"}` for every
+        module of that name. Raises `ValueError` for a path that does not exist or a name that is taken."""
+        names = {info.name for info in self.modules.values()}
+        for path, alias in renames.items():
+            if path not in (self.modules if "." in path else names):
+                raise ValueError(f"rename: the model has no module {path!r}")
+            if alias in names or not alias.isidentifier():
+                raise ValueError(f"rename: {alias!r} is the name of a module already, or not a name")
+        return msgspec.structs.replace(self, renames={alias: path for path, alias in renames.items()})
 
     @property
     def root(self) -> ModuleInfo:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
     from nnsight_async.tree.envoy import Envoy
-    from nnsight_async.tree.model import ModelView
     from nnsight_async.worker.composition import Composition
     from nnsight_async.worker.outbox import Outbox
 
@@ -27,9 +26,8 @@ if TYPE_CHECKING:
 class Blocks:
     """Blocks by vLLM request id. Requests without a block cost one dictionary look-up per step at most."""
 
-    def __init__(self, interleaver: Interleaver, view: ModelView, outbox: Outbox) -> None:
+    def __init__(self, interleaver: Interleaver, outbox: Outbox) -> None:
         self.interleaver = interleaver
-        self._view = view
         self._outbox = outbox
         self._runs: dict[str, BlockRun] = {}
         self._rows: dict[BlockRun, int] = {}
@@ -58,7 +56,7 @@ class Blocks:
         starts, computed = list(map(int, step.starts[: count + 1])), list(map(int, step.computed[:count]))
         for index, request in enumerate(step.requests):
             run = self._runs.get(request)
-            if run is not None and not run.finished:
+            if run is not None and not run.over:
                 spans[run] = _span(run, starts[index], starts[index + 1], computed[index])
                 self._rows[run] = index
         self._requests = count
@@ -90,7 +88,7 @@ class Blocks:
         shipped = Shipment.of(request.sampling_params)
         if shipped is None:
             return
-        run = BlockRun(shipped.run, self.interleaver, _prompt_rows(request), shipped.budget)
+        run = BlockRun(shipped.run, self.interleaver, _prompt_rows(request), shipped.budget, shipped.timeout)
         self._runs[request.req_id] = run
         try:
             run.program = load(shipped.block, lambda reference: self._resolve(run, reference))
@@ -110,11 +108,11 @@ class Blocks:
     def _resolve(self, run: BlockRun, reference: tuple[str, ...]) -> object:
         match reference:
             case ("model",):
-                return self._view
+                return self.interleaver.model
             case ("tracer",):
                 return run.tracer
             case ("module", path):
-                return envoy_at(self._view.tree, path)
+                return envoy_at(self.interleaver.model.tree, path)
             case _:
                 raise ValueError(f"unknown reference {reference!r}")
 

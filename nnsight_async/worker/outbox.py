@@ -48,7 +48,9 @@ class Outbox:
         failure = failures.pack(run.error, f"in step {max(run.step, 0)} of the run") if run.error else None
         if failure is not None:
             entries = []
-        self._frames.append(Frame(run.key, run.step, entries, run.finished, run.stopped, run.ended, failure))
+        printed, warned = run.console.take()
+        frame = Frame(run.key, run.step, entries, run.over, run.stopped, run.ended, failure, printed, warned)
+        self._frames.append(frame)
 
     def flush(self) -> None:
         """The step is over: let the other thread send what was taken."""

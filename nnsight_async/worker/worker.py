@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 
+from nnsight_async.interleave.console import keep_warnings
 from nnsight_async.interleave.interleaver import Interleaver
 from nnsight_async.interleave.order import Order
 from nnsight_async.tree.describe import describe
@@ -68,6 +69,10 @@ class BlockWorker:
         """The manifest of this rank's model, encoded."""
         return self.nnsight_manifest.encode()
 
+    def nnsight_rename(self, renames: dict[str, str]) -> None:
+        """Let blocks use other names for modules; the client has checked them against the manifest."""
+        self.nnsight_blocks.interleaver.model = ModelView(Envoy(self.nnsight_manifest.renamed(renames)))
+
     def nnsight_counts(self) -> dict[str, Any]:
         """What blocks hold in this worker now, and how often modules have reported to it."""
         interleaver = self.nnsight_blocks.interleaver
@@ -82,6 +87,7 @@ class BlockWorker:
     def shutdown(self) -> None:
         if hasattr(self, "nnsight_outbox"):
             self.nnsight_outbox.close()
+            self.nnsight_blocks.interleaver.watchdog.close()
         super().shutdown()  # type: ignore[misc]
 
     def _nnsight_boot(self) -> None:
@@ -99,7 +105,8 @@ class BlockWorker:
         self.nnsight_outbox = Outbox(f"ipc://{os.environ[HOME]}/inbox", runner.device)
         view = ModelView(Envoy(manifest))
         interleaver = Interleaver(model, _order(manifest), self.nnsight_outbox.report, view, _aliases(manifest))
-        self.nnsight_blocks = Blocks(interleaver, view, self.nnsight_outbox)
+        keep_warnings()
+        self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox)
         entry(runner, self.nnsight_blocks)
         self.nnsight_runner = entry.__name__
 

@@ -279,7 +279,7 @@ def test_prints_and_warnings_are_kept(capsys):
         bench.step({1: rows(2, 1)})
     text, warned = run.console.take()
     assert text == "seen 2\n"
-    assert [(entry.category, entry.message) for entry in warned] == [("builtins.UserWarning", "careful")]
+    assert [entry[:2] for entry in warned] == [("builtins.UserWarning", "careful")]
     assert capsys.readouterr().out == ""
 
 
@@ -316,3 +316,27 @@ def test_a_kept_reading_is_not_changed_through_a_later_one():
     torch.testing.assert_close(seen["kept"], model.layers[0](mine))
     torch.testing.assert_close(seen["after"], torch.full((2, WIDTH), 3.0))
     torch.testing.assert_close(got[1], model.head(model.layers[2](model.layers[1](torch.full((2, WIDTH), 3.0))))[-1])
+
+
+def test_a_cache_collects_every_step_after_edits():
+    bench = Bench()
+
+    def block(m, t):
+        save(t.cache(["layers.0", "layers.1.mlp"], include_inputs=True), "cache")
+        read("layers.0")[:] += 1
+
+    run = bench.add(1, block, 2)
+    prompt, second, other = rows(2, 1), rows(1, 2), rows(3, 3)
+    bench.step({9: other, 1: prompt})
+    bench.step({1: second, 9: other})
+    bench.interleaver.end(run)
+    first, layer = bench.reports[0][2][0], bench.model.layers[0]
+    assert first.operation == "set"
+    assert set(first.value) == {"layers.0.inputs", "layers.0.output", "layers.1.mlp.inputs", "layers.1.mlp.output"}
+    torch.testing.assert_close(first.value["layers.0.output"][0], layer(prompt) + 1)
+    following = bench.reports[1][2][0]
+    assert following.operation == "append"
+    torch.testing.assert_close(following.value["layers.0.output"][0], layer(second))
+    torch.testing.assert_close(following.value["layers.0.inputs"][0][0][0], second)
+    assert [done for *_, done in bench.reports] == [False, False, True]
+    assert bench.interleaver.sites.entered == 0

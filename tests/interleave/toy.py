@@ -64,7 +64,7 @@ class Bench:
         self.runs: dict[int, BlockRun] = {}
 
     def _report(self, run: BlockRun) -> None:
-        self.reports.append((run.key, run.step, [] if run.error else run.saves.collect(), run.finished))
+        self.reports.append((run.key, run.step, [] if run.error else run.saves.collect(), run.over))
 
     def add(self, key: int, program: Callable[[Any, Any], object], rows: int) -> BlockRun:
         run = BlockRun(key, self.interleaver, rows, timeout=0.5)
@@ -77,7 +77,7 @@ class Bench:
         replayed, spans, at = replayed or {}, {}, 0
         for key, rows in inputs.items():
             again, run = replayed.get(key, 0), self.runs.get(key)
-            if run is not None and not run.finished:
+            if run is not None and not run.over:
                 position = 0 if again else run.position
                 spans[run] = Span(at + again, at + len(rows), again, position)
             at += len(rows)

@@ -159,7 +159,7 @@ def test_a_refusal_of_the_block_arrives_as_it_was_raised(model: Envoy, in_block:
 
 @pytest.mark.parametrize("name", ["lm_head", "weight", "_path", "outputs"])
 def test_nothing_else_can_be_set(model: Envoy, name: str) -> None:
-    with pytest.raises(AttributeError, match=r"cannot be set; \.output, \.input and \.inputs can"):
+    with pytest.raises(AttributeError, match=r"cannot be set; \.output, \.input, \.inputs and the residual stream can"):
         setattr(model, name, 1)
 
 

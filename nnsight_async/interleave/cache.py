@@ -1,0 +1,45 @@
+"""Collecting many locations in every step, without a read per line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+
+from nnsight_async.interleave.locations import Location
+
+
+class Cache(dict[str, list[Any]]):
+    """Values by location (`"model.layers.0.output"`), one per passage, in order; grows from step to step.
+
+    What is stored is what the block left at the location. Arguments that are neither tensors nor plain values are
+    stored as None.
+    """
+
+    def __init__(self, events: Iterable[Location]) -> None:
+        super().__init__()
+        self.events = tuple(events)
+        self._fresh: dict[str, list[Any]] = {}
+
+    def store(self, event: Location, value: Any) -> None:
+        """Add what passed at `event`."""
+        key = f"{event.path}.{event.kind}"
+        kept = _storable(value)
+        self.setdefault(key, []).append(kept)
+        self._fresh.setdefault(key, []).append(kept)
+
+    def take_fresh(self) -> dict[str, list[Any]]:
+        """What was added since the last call."""
+        fresh, self._fresh = self._fresh, {}
+        return fresh
+
+
+def _storable(value: Any) -> Any:
+    if value is None or isinstance(value, (torch.Tensor, bool, int, float, str)):
+        return value
+    if isinstance(value, (tuple, list)):
+        return tuple(_storable(item) for item in cast("list[Any]", value))
+    if isinstance(value, Mapping):
+        return {key: _storable(item) for key, item in cast("Mapping[Any, Any]", value).items()}
+    return None

@@ -1,0 +1,38 @@
+"""What blocks printed and warned of, once more in the caller's process."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+import warnings
+
+_printing: set[int] = set()
+"""Keys of the runs that have printed and still go."""
+
+Warned = tuple[str, str, str, int]
+
+
+def echo(key: int, text: str) -> None:
+    """Print what a block has printed; each line says which run it is from when several print at once."""
+    _printing.add(key)
+    if len(_printing) > 1:
+        text = "".join(f"[run {key}] {line}" for line in text.splitlines(keepends=True))
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def forget(key: int) -> None:
+    """The run is over."""
+    _printing.discard(key)
+
+
+def warn(warned: Warned) -> None:
+    """Issue a warning of a block again, at its own place, under the filters of this process."""
+    category, message, filename, line = warned
+    warnings.warn_explicit(message, _category(category), filename, line)
+
+
+def _category(qualified: str) -> type[Warning]:
+    module, _, name = qualified.rpartition(".")
+    found = getattr(sys.modules.get(module, builtins), name, UserWarning)
+    return found if isinstance(found, type) and issubclass(found, Warning) else UserWarning

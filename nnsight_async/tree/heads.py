@@ -1,0 +1,126 @@
+"""The heads of an attention layer, as views of what passes through it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nnsight_async.errors import LocationError
+from nnsight_async.interleave.context import current
+from nnsight_async.interleave.locations import Location, expression
+
+if TYPE_CHECKING:
+    from nnsight_async.tree.manifest import Manifest
+
+QUERY, KEY, VALUE = 0, 1, 2
+
+
+class Heads:
+    """All heads of one attention layer; `heads[i]` is one of them.
+
+    `output`, `q`, `k` and `v` are `[rows, heads, head_size]`, with as many heads as each has (k and v have fewer under
+    grouped-query attention). Changes in place land, and so do assignments.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    @property
+    def output(self) -> Any:
+        """What each head adds up from the values, before the output projection."""
+        return self._split(current().read(Location(self._path, "output")))
+
+    @output.setter
+    def output(self, value: Any) -> None:
+        self.output[:] = value
+
+    @property
+    def q(self) -> Any:
+        """Queries, as the attention gets them (after rotary embedding)."""
+        return self._argument(QUERY)
+
+    @q.setter
+    def q(self, value: Any) -> None:
+        self.q[:] = value
+
+    @property
+    def k(self) -> Any:
+        """Keys of this step's rows, as the attention gets them (after rotary embedding)."""
+        return self._argument(KEY)
+
+    @k.setter
+    def k(self, value: Any) -> None:
+        self.k[:] = value
+
+    @property
+    def v(self) -> Any:
+        """Values of this step's rows."""
+        return self._argument(VALUE)
+
+    @v.setter
+    def v(self, value: Any) -> None:
+        self.v[:] = value
+
+    def __getitem__(self, head: int) -> Head:
+        return Head(self, head)
+
+    def group(self) -> int:
+        """How many query heads share one head of keys and values."""
+        module: Any = current().module(self._path)
+        return module.num_heads // module.num_kv_heads
+
+    def _argument(self, number: int) -> Any:
+        args, kwargs = current().read(Location(self._path, "inputs"))
+        return self._split(args[number] if number < len(args) else kwargs[("query", "key", "value")[number]])
+
+    def _split(self, rows: Any) -> Any:
+        module: Any = current().module(self._path)
+        return rows.view(rows.shape[0], -1, module.head_size)
+
+
+class Head:
+    """One head: `output`, `q`, `k` and `v` are `[rows, head_size]`; k and v are those of its group."""
+
+    def __init__(self, heads: Heads, number: int) -> None:
+        self._heads = heads
+        self._number = number
+
+    @property
+    def output(self) -> Any:
+        return self._heads.output[:, self._number]
+
+    @output.setter
+    def output(self, value: Any) -> None:
+        self._heads.output[:, self._number] = value
+
+    @property
+    def q(self) -> Any:
+        return self._heads.q[:, self._number]
+
+    @q.setter
+    def q(self, value: Any) -> None:
+        self._heads.q[:, self._number] = value
+
+    @property
+    def k(self) -> Any:
+        return self._heads.k[:, self._number // self._heads.group()]
+
+    @k.setter
+    def k(self, value: Any) -> None:
+        self._heads.k[:, self._number // self._heads.group()] = value
+
+    @property
+    def v(self) -> Any:
+        return self._heads.v[:, self._number // self._heads.group()]
+
+    @v.setter
+    def v(self, value: Any) -> None:
+        self._heads.v[:, self._number // self._heads.group()] = value
+
+
+def heads_below(manifest: Manifest, path: str) -> Heads:
+    """The heads of the one attention layer at or below `path`; `LocationError` if there is none, or more than one."""
+    inside = [other for other in manifest.modules if other == path or other.startswith(f"{path}.")]
+    found = [other for other in inside if manifest.modules[other].cls == "Attention"]
+    if len(found) != 1:
+        raise LocationError(f"{expression(path)} holds {len(found)} attention layers, and so has no heads of its own")
+    return Heads(found[0])

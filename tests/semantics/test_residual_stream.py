@@ -1,0 +1,154 @@
+"""The residual stream of a layer, on architectures that keep it in one tensor and in two."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+PROMPT = [5, 17, 101, 9, 33, 250, 77]
+
+
+def forward(pair: Any, *hooks: tuple[torch.nn.Module, str, Any]) -> torch.Tensor:
+    """Logits of the last token in transformers, with hooks on inputs ("pre") or outputs ("post") of modules."""
+    handles = []
+    for module, when, edit in hooks:
+        if when == "pre":
+            handles.append(module.register_forward_pre_hook(lambda _, args, edit=edit: edit(args[0])))
+        else:
+            handles.append(module.register_forward_hook(lambda _, args, output, edit=edit: edit(output)))
+    with torch.no_grad():
+        logits = pair.hf(torch.tensor([PROMPT])).logits[0, -1]
+    for handle in handles:
+        handle.remove()
+    return logits
+
+
+def norm_of_middle(layer: torch.nn.Module) -> torch.nn.Module:
+    return layer.ln_2 if hasattr(layer, "ln_2") else layer.post_attention_layernorm
+
+
+def test_read_before_between_and_after(pair):
+    layers, hf_layers = pair.layers, pair.hf_layers
+    with pair.model.trace(PROMPT, max_tokens=1):
+        before = layers[1].resid_pre.save()
+        middle = layers[1].resid_mid.save()
+        after = layers[1].resid_post.save()
+    seen: dict[str, torch.Tensor] = {}
+    forward(
+        pair,
+        (hf_layers[1], "pre", lambda hidden: seen.update(before=hidden[0])),
+        (norm_of_middle(hf_layers[1]), "pre", lambda hidden: seen.update(middle=hidden[0])),
+        (hf_layers[2], "pre", lambda hidden: seen.update(after=hidden[0])),
+    )
+    torch.testing.assert_close(before, seen["before"], **CLOSE)
+    torch.testing.assert_close(middle, seen["middle"], **CLOSE)
+    torch.testing.assert_close(after, seen["after"], **CLOSE)
+
+
+def test_write_before_a_layer_in_place(pair):
+    layers = pair.layers
+    for number in (0, 2):
+        with pair.model.trace(PROMPT, max_tokens=1):
+            layers[number].resid_pre[3] *= 2
+            logits = pair.model.logits.save()
+
+        def double(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = hidden.clone()
+            hidden[0, 3] *= 2
+            return hidden
+
+        expected = forward(pair, (pair.hf_layers[number], "pre", double))
+        torch.testing.assert_close(logits[0], expected, **CLOSE)
+
+
+def test_write_after_a_layer_by_replacement(pair):
+    layers = pair.layers
+    with pair.model.trace(PROMPT, max_tokens=1):
+        layers[1].resid_post = layers[1].resid_post * 0.5
+        again = layers[2].resid_pre.save()
+        logits = pair.model.logits.save()
+    seen: dict[str, torch.Tensor] = {}
+
+    def halve(hidden: torch.Tensor) -> torch.Tensor:
+        seen["again"] = hidden[0] * 0.5
+        return hidden * 0.5
+
+    expected = forward(pair, (pair.hf_layers[2], "pre", halve))
+    torch.testing.assert_close(again, seen["again"], **CLOSE)
+    torch.testing.assert_close(logits[0], expected, **CLOSE)
+
+
+def test_write_between_attention_and_mlp(pair):
+    layers = pair.layers
+    vector = torch.randn(pair.hf.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    with pair.model.trace(PROMPT, max_tokens=1):
+        layers[1].resid_mid[:] += vector
+        logits = pair.model.logits.save()
+
+    # Adding to the stream in the middle is adding to what attention contributes to it.
+    attention = pair.hf_layers[1].attn if pair.name == "gpt2" else pair.hf_layers[1].self_attn
+    expected = forward(pair, (attention, "post", lambda output: (output[0] + vector, *output[1:])))
+    torch.testing.assert_close(logits[0], expected, **CLOSE)
+
+
+def test_skip_gives_a_layer_another_output(pair):
+    """Skipping a layer by its own input leaves the stream as it was."""
+    layers, several = pair.layers, pair.name != "gpt2"
+    with pair.model.trace(PROMPT, max_tokens=1):
+        stream = layers[2].resid_pre
+        layers[2].skip((torch.zeros_like(stream), stream) if several else stream)
+        logits = pair.model.logits.save()
+    seen: dict[str, Any] = {}
+
+    def same(output: Any) -> Any:
+        return (seen["in"], *output[1:]) if isinstance(output, tuple) else seen["in"]
+
+    expected = forward(
+        pair,
+        (pair.hf_layers[2], "pre", lambda hidden: seen.update({"in": hidden})),
+        (pair.hf_layers[2], "post", same),
+    )
+    torch.testing.assert_close(logits[0], expected, **CLOSE)
+
+
+def test_heads(pair):
+    """What the heads put out, side by side, is what the output projection takes in."""
+    layer = pair.layers[1]
+    attention = layer.attn if pair.name == "gpt2" else layer.self_attn
+    with pair.model.trace(PROMPT, max_tokens=1):
+        outputs = attention.heads.output.save()
+        one = attention.heads[2].output.save()
+        attention.heads[2].output = torch.zeros_like(one)
+        logits = pair.model.logits.save()
+    hf_attention = pair.hf_layers[1].attn if pair.name == "gpt2" else pair.hf_layers[1].self_attn
+    projection = hf_attention.c_proj if pair.name == "gpt2" else hf_attention.o_proj
+    seen: dict[str, torch.Tensor] = {}
+    size = outputs.shape[-1]
+
+    def ablate(inputs: torch.Tensor) -> torch.Tensor:
+        seen["inputs"] = inputs[0]
+        inputs = inputs.clone()
+        inputs[..., 2 * size : 3 * size] = 0
+        return inputs
+
+    expected = forward(pair, (projection, "pre", ablate))
+    torch.testing.assert_close(outputs.flatten(1), seen["inputs"], **CLOSE)
+    torch.testing.assert_close(one, outputs[:, 2])
+    torch.testing.assert_close(logits[0], expected, **CLOSE)
+
+
+def test_attention_pattern_from_queries_and_keys(pair):
+    """Softmax of q k^T / sqrt(d), causally masked, mixes the values into the heads' outputs."""
+    layer = pair.layers[1]
+    attention = layer.attn if pair.name == "gpt2" else layer.self_attn
+    with pair.model.trace(PROMPT, max_tokens=1):
+        q = attention.heads[1].q.save()
+        k = attention.heads[1].k.save()
+        v = attention.heads[1].v.save()
+        mixed = attention.heads[1].output.save()
+    scores = q @ k.T / q.shape[-1] ** 0.5
+    causal = torch.ones_like(scores).tril().bool()
+    pattern = scores.masked_fill(~causal, float("-inf")).softmax(-1)
+    torch.testing.assert_close(pattern @ v, mixed, **CLOSE)
