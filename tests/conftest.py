@@ -20,6 +20,9 @@ for name, value in {
 
 from nnsight_async.testing import tiny_checkpoint
 
+RENAMED = {"model.layers": "blocks", "self_attn": "attention"}
+BLOCK_TIMEOUT = 5.0  # seconds
+
 
 @pytest.fixture(scope="session")
 def llama() -> str:
@@ -47,6 +50,6 @@ def model(llama: str) -> Iterator[VLLM]:
     from nnsight_async import VLLM
     from nnsight_async.testing.engine import tiny_engine_args
 
-    engine = VLLM(llama, mode="async", dispatch=True, **tiny_engine_args())
+    engine = VLLM(llama, mode="async", dispatch=True, rename=RENAMED, block_timeout=BLOCK_TIMEOUT, **tiny_engine_args())
     yield engine
     engine.close()

@@ -1,0 +1,149 @@
+"""What a block may be written with, beyond reading and writing a location."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from nnsight_async import BlockTimeoutError, OutOfOrderError, save
+from nnsight_async.testing.oracle import generation
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+PROMPT = [5, 17, 101, 9, 33, 250, 77]
+
+
+def test_a_module_applied_to_values_of_the_block(model, hf):
+    """The logit lens: final norm and unembedding of the stream in the middle."""
+    with model.trace(PROMPT, max_tokens=1):
+        stream = model.model.layers[1].resid_post
+        lens = model.logits_processor(model.lm_head, model.model.norm(stream)).save()
+    expected = generation(hf, PROMPT, 1).streams[1]
+    with torch.no_grad():
+        expected = hf.lm_head(hf.model.norm(expected))
+    torch.testing.assert_close(lens, expected, **CLOSE)
+
+
+def test_attention_cannot_be_applied_by_hand(model):
+    with pytest.raises(NotImplementedError, match="key-value cache"), model.trace(PROMPT, max_tokens=1):
+        model.model.layers[1](model.model.layers[0].output[0])
+
+
+def test_a_cache_of_chosen_modules_in_every_step(model, hf):
+    with model.trace(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True) as tracer:
+        cache = tracer.cache([model.model.layers[0], model.model.layers[1].mlp], include_inputs=True).save()
+    assert set(cache) == {f"model.layers.{part}.{kind}" for part in ("0", "1.mlp") for kind in ("inputs", "output")}
+    passages = cache["model.layers.0.output"]
+    assert [hidden.shape[0] for hidden, _ in passages] == [len(PROMPT), 1, 1]
+    stream = torch.cat([hidden + residual for hidden, residual in passages])
+    torch.testing.assert_close(stream, generation(hf, PROMPT, 3).streams[0], **CLOSE)
+
+
+def test_a_cache_of_everything(model):
+    with model.trace(PROMPT, max_tokens=1) as tracer:
+        cache = tracer.cache().save()
+    assert {"model.layers.3.output", "model.norm.output", "model.layers.0.self_attn.attn.output"} <= set(cache)
+
+
+def test_renamed_modules_answer_to_both_names(model):
+    with model.trace(PROMPT, max_tokens=1):
+        by_alias = model.blocks[1].attention.output.save()
+    with model.trace(PROMPT, max_tokens=1):
+        by_name = model.model.layers[1].self_attn.output.save()
+    torch.testing.assert_close(by_alias, by_name)
+
+
+def test_prints_come_home(model, capsys):
+    with model.trace(PROMPT, max_tokens=2, ignore_eos=True) as tracer:
+        for step in tracer.iter[:]:
+            print("rows", model.model.layers[0].output[0].shape[0])
+    assert capsys.readouterr().out == "rows 7\nrows 1\n"
+
+
+def test_warnings_come_home(model):
+    def probe(model, tracer):
+        import warnings
+
+        warnings.warn("a rare thing", stacklevel=1)
+
+    with pytest.warns(UserWarning, match="a rare thing") as caught:
+        model.run(PROMPT, probe, max_tokens=1).result()
+    assert caught[0].filename == __file__
+
+
+def test_an_endless_block_ends_and_others_go_on(model, hf):
+    started = time.monotonic()
+    with pytest.raises(BlockTimeoutError, match="block_timeout"), model.trace(PROMPT, max_tokens=2):
+        while True:
+            pass
+    assert time.monotonic() - started < 60
+    (output,) = model.run(PROMPT, lambda model, tracer: None, max_tokens=2, temperature=0.0).result().outputs
+    assert list(output.token_ids) == generation(hf, PROMPT, 2).ids
+
+
+def test_conditions_on_values_and_locals_across_steps(model, hf):
+    """Steer only after the first time that the drawn token repeats the one before."""
+    with model.trace(PROMPT, max_tokens=6, temperature=0.0, ignore_eos=True) as tracer:
+        before, steered = None, save([])
+        for step in tracer.iter[:]:
+            if before is not None and step % 2:
+                model.logits[:] = 0
+                model.logits[:, before + 1] = 1
+                steered.append(step)
+            before = int(model.samples)
+    ids = list(tracer.result.outputs[0].token_ids)
+    assert steered == [1, 3, 5]
+    assert all(ids[step] == ids[step - 1] + 1 for step in steered)
+    assert ids[0] == generation(hf, PROMPT, 1).ids[0]
+
+
+def test_try_and_finally(model):
+    with model.trace(PROMPT, max_tokens=2, ignore_eos=True) as tracer:
+        caught, finished = save([]), save([])
+        for _ in tracer.iter[:]:
+            try:
+                model.model.layers[2].output
+                model.model.layers[1].output
+            except OutOfOrderError as error:
+                caught.append(str(error))
+            finally:
+                finished.append(True)
+    assert len(caught) == len(finished) == 2
+    assert "in step 1" in caught[1]
+
+
+def test_helpers_closures_recursion_and_classes(model, hf):
+    scale = 0.5
+
+    def damp(hidden, times):
+        if times:
+            hidden *= scale
+            damp(hidden, times - 1)
+
+    with model.trace(PROMPT, max_tokens=1, temperature=0.0):
+
+        class Probe:
+            weights = torch.ones(128)
+
+            def score(self, hidden):
+                return float((hidden @ self.weights)[-1])
+
+        damp(model.model.layers[1].resid_post, 2)
+        score = save(Probe().score(model.model.layers[1].resid_post))
+        logits = model.logits.save()
+    expected = generation(hf, PROMPT, 1, {1: lambda hidden: hidden * 0.25})
+    torch.testing.assert_close(logits, expected.logits, **CLOSE)
+    assert score == pytest.approx(float(expected.streams[1][-1].sum()), rel=1e-3, abs=1e-3)
+
+
+def test_some_steps_only(model):
+    with model.trace(PROMPT, max_tokens=6, temperature=0.0, ignore_eos=True) as tracer:
+        seen = save([])
+        for step in tracer.iter[1:3]:
+            seen.append(step)
+        for step in tracer.iter[4]:
+            seen.append(step)
+        for step in tracer.all():
+            seen.append(step)
+    assert seen == [1, 2, 4, 5]
