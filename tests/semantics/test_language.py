@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -56,7 +54,7 @@ def test_renamed_modules_answer_to_both_names(model):
 
 def test_prints_come_home(model, capsys):
     with model.trace(PROMPT, max_tokens=2, ignore_eos=True) as tracer:
-        for step in tracer.iter[:]:
+        for _ in tracer.iter[:]:
             print("rows", model.model.layers[0].output[0].shape[0])
     assert capsys.readouterr().out == "rows 7\nrows 1\n"
 
@@ -73,11 +71,12 @@ def test_warnings_come_home(model):
 
 
 def test_an_endless_block_ends_and_others_go_on(model, hf):
-    started = time.monotonic()
-    with pytest.raises(BlockTimeoutError, match="block_timeout"), model.trace(PROMPT, max_tokens=2):
+    def endless(model, tracer):
         while True:
             pass
-    assert time.monotonic() - started < 60
+
+    with pytest.raises(BlockTimeoutError, match="block_timeout"):
+        model.run(PROMPT, endless, max_tokens=2).result()
     (output,) = model.run(PROMPT, lambda model, tracer: None, max_tokens=2, temperature=0.0).result().outputs
     assert list(output.token_ids) == generation(hf, PROMPT, 2).ids
 
