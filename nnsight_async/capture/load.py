@@ -58,22 +58,32 @@ def reference(*name: str) -> object:
 _REFERENCE = (reference.__module__, reference.__qualname__)
 
 
+TENSORS = ("torch._utils", "_rebuild_tensor_v2")
+"""What a pickled tensor is rebuilt by (torch 2.11, 2.13)."""
+
+
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, payload: bytes, resolve: Resolve) -> None:
+    def __init__(self, payload: bytes, resolve: Resolve, device: Any) -> None:
         super().__init__(io.BytesIO(payload))
         self._resolve = resolve
+        self._device = device
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) == _REFERENCE:
             return self._resolved
-        return super().find_class(module_name, global_name)
+        found = super().find_class(module_name, global_name)
+        if self._device is not None and (module_name, global_name) == TENSORS:
+            return lambda *parts: found(*parts).to(self._device)
+        return found
 
     def _resolved(self, *name: str) -> object:
         return self._resolve(name)
 
 
-def load(payload: bytes, resolve: Resolve) -> Program:
+def load(payload: bytes, resolve: Resolve, device: Any = None) -> Program:
     """The block as a function of (model, tracer); `resolve` turns references into what they mean here.
+
+    Tensors that the block uses arrive on `device`, where the model's are (None: where they were).
 
     Raises `ShippingError` if the block was made by another minor version of Python.
     """
@@ -84,5 +94,5 @@ def load(payload: bytes, resolve: Resolve) -> Program:
             f"the block was made by Python {theirs} and this worker runs Python {ours}: code travels only between "
             f"equal minor versions. Run the client with Python {ours}."
         )
-    value: Any = _Unpickler(payload[head:], resolve).load()
+    value: Any = _Unpickler(payload[head:], resolve, device).load()
     return Body(*value).program() if type(value) is tuple else value

@@ -84,14 +84,16 @@ class Interleaver:
         slab = Slab(value, self._batch, event, [self._spans[run] for run in runs])
         for run in self._log.replaying(event):
             self._log.apply(run, event, slab)
+        slab.finish()
         for run in runs:
             self._visit(run, event, slab)
+        written = self._written(slab, runs)
         collecting = self._collecting.get(event, ())
         for run, cache in collecting:
             self._store(run, cache, event, slab)
         if collecting or self._log.replaying(event):
             self._want(event)
-        return slab.value
+        return written
 
     def end_step(self) -> None:
         """The forward pass and the sampling are over."""
@@ -185,7 +187,7 @@ class Interleaver:
 
     def _store(self, run: BlockRun, cache: Cache, event: Location, slab: Slab) -> None:
         try:
-            cache.store(event, slab.take_again(self._spans[run]).value)
+            cache.store(event, slab.take_finished(self._spans[run]).value)
         except Exception as error:  # a value that cannot be narrowed to the run's rows
             run.fail(error)
 
@@ -196,7 +198,18 @@ class Interleaver:
             run.fail(error)
             return
         if written and visit.event not in (LOGITS, SAMPLES):
-            self._log.add(run, visit.event, visit.span, written)
+            self._log.add(run, visit.event, visit.span, [(path, rows.clone()) for path, rows in written])
+
+    def _written(self, slab: Slab, runs: list[BlockRun]) -> Any:
+        before = slab.value
+        try:
+            return slab.finish()
+        except Exception as error:  # out of memory: nothing is written, and the runs that wrote end
+            for run in runs:
+                if run.visit is not None and run.visit.wrote:
+                    self._forget(run)
+                    run.fail(error)
+            return before
 
     def _settle(self, run: BlockRun) -> None:
         """At the end of a step nobody may wait for it any more."""

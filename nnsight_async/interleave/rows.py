@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -13,8 +13,14 @@ from nnsight_async.errors import IsolationError, ShapeError
 SHORT = 8
 """Spans of up to this many rows are copied together."""
 
-Written = list[tuple[tuple[Any, ...], torch.Tensor]]
-"""Rows to write, each with its path in the structure of the value."""
+Path = tuple[Any, ...]
+"""Where a tensor stands in the structure of a value."""
+
+Written = list[tuple[Path, torch.Tensor]]
+"""Rows to write, each with its path."""
+
+_Write = tuple[int, torch.Tensor]
+"""Rows, and the row of the batch that the first is written to."""
 
 
 class Span(NamedTuple):
@@ -90,6 +96,7 @@ class Slab:
         self._spans = spans
         self._source: Any = None
         self._copies: dict[int, dict[int, torch.Tensor]] = {}
+        self._writes: dict[Path, list[_Write]] = {}
         self._ours: set[int] = set()
 
     def take(self, span: Span) -> Private:
@@ -100,9 +107,9 @@ class Slab:
         private.value = self._copy(self._source, span, private)
         return private
 
-    def take_again(self, span: Span) -> Private:
-        """A private copy of the rows of `span` with what has been written to them."""
-        self._source, self._copies, self._spans = self.value, {}, (span,)
+    def take_finished(self, span: Span) -> Private:
+        """A private copy of the rows of `span` with all that `finish` has written."""
+        self._source, self._copies = self.value, {}
         return self.take(span)
 
     def checked(self, span: Span, value: Any, private: Private | None) -> Written:
@@ -112,11 +119,22 @@ class Slab:
         return written
 
     def put(self, start: int, written: Written, *, in_place: bool = False) -> None:
-        """Write checked rows at row `start`; `in_place` into the original tensors, for everyone who holds them."""
+        """Have checked rows written at row `start` by the next `finish`.
+
+        `in_place`: into the original tensors and at once, for everyone who holds them.
+        """
         for path, rows in written:
             if in_place:
-                self._ours.add(id(_part(self.value, path)))
-            self.value = self._replace(self.value, path, start, rows)
+                _part(self.value, path)[start : start + rows.shape[0]].copy_(rows)
+            else:
+                self._writes.setdefault(path, []).append((start, rows))
+
+    def finish(self) -> Any:
+        """Write what was put, and return the value."""
+        for path, writes in self._writes.items():
+            self.value = self._replace(self.value, path, writes)
+        self._writes.clear()
+        return self.value
 
     def _copy(self, value: Any, span: Span, private: Private) -> Any:
         if isinstance(value, torch.Tensor):
@@ -155,7 +173,7 @@ class Slab:
         given: Any,
         span: Span,
         private: Private | None,
-        path: tuple[Any, ...],
+        path: Path,
         written: Written,
     ) -> None:
         if isinstance(ours, torch.Tensor):
@@ -192,22 +210,25 @@ class Slab:
             raise ShapeError(f"{self.place} holds {ours.dtype}; {given.dtype} does not convert to it safely")
         return given.detach()
 
-    def _replace(self, value: Any, path: tuple[Any, ...], start: int, rows: torch.Tensor) -> Any:
+    def _replace(self, value: Any, path: Path, writes: list[_Write]) -> Any:
         if not path:
-            return self._written(value, start, rows)
+            return self._written(value, writes)
         index, rest = path[0], path[1:]
         if isinstance(value, Mapping):
-            return {**value, index: self._replace(value[index], rest, start, rows)}
+            return {**value, index: self._replace(value[index], rest, writes)}
         items = list(value)
-        items[index] = self._replace(items[index], rest, start, rows)
+        items[index] = self._replace(items[index], rest, writes)
         return _rebuild(value, items)
 
-    def _written(self, tensor: torch.Tensor, start: int, rows: torch.Tensor) -> torch.Tensor:
+    def _written(self, tensor: torch.Tensor, writes: list[_Write]) -> torch.Tensor:
         if id(tensor) not in self._ours:
             tensor = tensor.clone()
             self._ours.add(id(tensor))
-        target = tensor if self._whole(tensor) else tensor[start : start + rows.shape[0]]
-        target.copy_(rows)
+        if self._whole(tensor):
+            tensor.copy_(writes[-1][1])
+        else:
+            for start, rows in _joined(writes):
+                tensor[start : start + rows.shape[0]].copy_(rows)
         return tensor
 
 
@@ -238,7 +259,41 @@ def _ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _part(value: Any, path: tuple[Any, ...]) -> Any:
+def _joined(writes: list[_Write]) -> Iterator[_Write]:
+    """Writes with those to neighbouring rows made one: a copy costs more than the rows that it moves."""
+    group: list[torch.Tensor] = []
+    start = stop = 0
+    for at, rows in writes:
+        if group and (at != stop or rows.dtype != group[0].dtype or rows.device != group[0].device):
+            yield start, _cat(group)
+            group = []
+        if not group:
+            start = stop = at
+        group.append(rows)
+        stop += rows.shape[0]
+    yield start, _cat(group)
+
+
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def copied(value: Any, rows: Mapping[Path, torch.Tensor], private: Private, path: Path = ()) -> Any:
+    """A copy of a private value, with `rows` in place of the tensors at their paths."""
+    if isinstance(value, torch.Tensor):
+        copy = rows.get(path, value).clone()
+        private.add(copy)
+        return copy
+    if isinstance(value, (tuple, list)):
+        items = enumerate(cast("list[Any]", value))
+        return _rebuild(value, [copied(item, rows, private, (*path, index)) for index, item in items])
+    if isinstance(value, Mapping):
+        pairs = cast("Mapping[Any, Any]", value).items()
+        return {key: copied(item, rows, private, (*path, key)) for key, item in pairs}
+    return value
+
+
+def _part(value: Any, path: Path) -> Any:
     for index in path:
         value = value[index]
     return value

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nnsight_async.interleave.rows import Private, copied
+
 if TYPE_CHECKING:
     from nnsight_async.interleave.locations import Location
-    from nnsight_async.interleave.rows import Private, Slab, Span, Written
+    from nnsight_async.interleave.rows import Path, Slab, Span, Written
     from nnsight_async.interleave.views import View
 
 
@@ -49,7 +51,9 @@ class Visit:
     event: Location
     slab: Slab
     span: Span
-    written: Written = field(default_factory=list["tuple[tuple[Any, ...], torch.Tensor]"])
+    _first: Private | None = None
+    _rows: dict[Path, torch.Tensor] = field(default_factory=dict["Path", torch.Tensor])
+    _shared: bool = False
     _handed: list[_Handed] = field(default_factory=list[_Handed])
 
     def get(self) -> Any:
@@ -63,7 +67,7 @@ class Visit:
         private = self._take()
         with torch.inference_mode(False), torch.no_grad():
             part = view.get(private.value)
-        handed = _Handed(private, view, shared=view.shared(self.slab.value))
+        handed = _Handed(private, view, shared=view.shared(private.value))
         if isinstance(part, torch.Tensor) and not private.watches(part):
             handed.part, handed.version = part, part._version
         self._handed.append(handed)
@@ -73,32 +77,46 @@ class Visit:
         """Replace the value; `ShapeError` if it does not fit."""
         self._flush()
         last = self._handed[-1].private if self._handed else None
-        self._write(self.slab.checked(self.span, value, last))
+        self._keep(self.slab.checked(self.span, value, last), own=False)
 
     def show(self, view: View, part: Any) -> None:
         """Replace a part of the value."""
-        self._flush()
         private = self._take()
-        value = view.put(private.value, part)
-        self._write(self.slab.checked(self.span, value, private), in_place=view.shared(self.slab.value))
+        self._shared = self._shared or view.shared(private.value)
+        self._keep(self.slab.checked(self.span, view.put(private.value, part), private), own=False)
 
     def commit(self) -> Written:
-        """Write what the block has changed in place, and return all that was written here."""
+        """Have what the block put here, or changed in place, written to the batch, and return it."""
         self._flush()
-        return self.written
+        written = list(self._rows.items())
+        if written:
+            self.slab.put(self.span.start, written, in_place=self._shared)
+        return written
+
+    @property
+    def wrote(self) -> bool:
+        """Whether the block has changed anything here."""
+        return bool(self._rows)
 
     def _take(self) -> Private:
-        if not self._handed and not self.written:
-            return self.slab.take(self.span)
+        if self._first is None and not self._rows:
+            self._first = self.slab.take(self.span)
+            return self._first
         self._flush()
-        return self.slab.take_again(self.span)
+        first = self._first if self._first is not None else self.slab.take(self.span)
+        self._first, private = first, Private()
+        with torch.inference_mode(False):
+            private.value = copied(first.value, self._rows, private)
+        return private
 
     def _flush(self) -> None:
         for handed in self._handed:
             if handed.changed():
-                self._write(self.slab.checked(self.span, handed.value(), handed.private), in_place=handed.shared)
+                self._shared = self._shared or handed.shared
+                self._keep(self.slab.checked(self.span, handed.value(), handed.private), own=True)
                 handed.settle()
 
-    def _write(self, written: Written, *, in_place: bool = False) -> None:
-        self.slab.put(self.span.start, written, in_place=in_place)
-        self.written += [(path, rows.clone()) for path, rows in written]
+    def _keep(self, written: Written, *, own: bool) -> None:
+        """Remember rows to be written; the caller's own tensors as they are now."""
+        for path, rows in written:
+            self._rows[path] = rows if own else rows.clone()

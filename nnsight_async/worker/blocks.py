@@ -16,6 +16,7 @@ from nnsight_async.runs.shipment import Shipment
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
     from nnsight_async.tree.envoy import Envoy
@@ -26,9 +27,10 @@ if TYPE_CHECKING:
 class Blocks:
     """Blocks by vLLM request id. Requests without a block cost one dictionary look-up per step at most."""
 
-    def __init__(self, interleaver: Interleaver, outbox: Outbox) -> None:
+    def __init__(self, interleaver: Interleaver, outbox: Outbox, device: torch.device) -> None:
         self.interleaver = interleaver
         self._outbox = outbox
+        self._device = device if device.type != "cpu" else None
         self._runs: dict[str, BlockRun] = {}
         self._rows: dict[BlockRun, int] = {}
         self._requests = 0
@@ -91,7 +93,7 @@ class Blocks:
         run = BlockRun(shipped.run, self.interleaver, _prompt_rows(request), shipped.budget, shipped.timeout)
         self._runs[request.req_id] = run
         try:
-            run.program = load(shipped.block, lambda reference: self._resolve(run, reference))
+            run.program = load(shipped.block, lambda reference: self._resolve(run, reference), self._device)
         except BaseException as error:
             run.fail(error)
             self._outbox.report(run)

@@ -106,7 +106,7 @@ class BlockWorker:
         view = ModelView(Envoy(manifest))
         interleaver = Interleaver(model, _order(manifest), self.nnsight_outbox.report, view, _aliases(manifest))
         keep_warnings()
-        self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox)
+        self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, runner.device)
         entry(runner, self.nnsight_blocks)
         self.nnsight_runner = entry.__name__
 

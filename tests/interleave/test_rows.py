@@ -50,7 +50,7 @@ def test_what_one_run_writes_is_not_what_a_later_one_reads(batch: torch.Tensor):
         slab.put(0, slab.checked(spans[0], first.value, first))
     (second,) = taken(slab, spans[1])
     assert torch.equal(second.value, batch[1:2])
-    assert torch.equal(slab.value, torch.cat([torch.zeros(1, WIDTH), batch[1:]]))
+    assert torch.equal(slab.finish(), torch.cat([torch.zeros(1, WIDTH), batch[1:]]))
 
 
 def test_a_tensor_that_stands_twice_is_handed_out_as_two_copies(batch: torch.Tensor):
@@ -61,3 +61,32 @@ def test_a_tensor_that_stands_twice_is_handed_out_as_two_copies(batch: torch.Ten
     with torch.inference_mode():
         one.zero_()
     assert torch.equal(other, batch[:1])
+
+
+def test_what_several_runs_write_lands_in_their_rows(batch: torch.Tensor):
+    before = batch.clone()
+    spans = [Span(0, 1), Span(1, 3), Span(7, 8), Span(8, 9)]
+    new = [
+        torch.full((1, WIDTH), -1.0),
+        torch.full((2, WIDTH), -2.0),
+        torch.full((1, WIDTH), -3),
+        torch.zeros(1, WIDTH),
+    ]
+    slab = slab_of(batch, *spans)
+    with torch.inference_mode():
+        for span, rows in zip(spans, new, strict=True):
+            slab.put(span.start, slab.checked(span, rows, None))
+        got = slab.finish()
+    assert torch.equal(got, torch.cat([*new[:2], before[3:7], *new[2:], before[9:]]))
+    assert torch.equal(batch, before)
+
+
+def test_runs_that_write_with_different_dtypes(batch: torch.Tensor):
+    spans = [Span(0, 1), Span(1, 2)]
+    slab = slab_of(batch, *spans)
+    with torch.inference_mode():
+        slab.put(0, slab.checked(spans[0], torch.full((1, WIDTH), 7, dtype=torch.int32), None))
+        slab.put(1, slab.checked(spans[1], torch.full((1, WIDTH), 0.1), None))
+        got = slab.finish()
+    assert got[:2, 0].tolist() == [7.0, pytest.approx(0.1)]
+    assert got.dtype == torch.float32

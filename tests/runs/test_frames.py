@@ -5,11 +5,11 @@ import enum
 import numpy as np
 import pytest
 import torch
-from nnsight_async.runs.packing import Tensors, pack
 
 from nnsight_async.errors import SaveError
 from nnsight_async.runs import frames
 from nnsight_async.runs.frames import Frame, Message
+from nnsight_async.runs.packing import Tensors, pack
 
 
 def sent(value: object) -> object:
