@@ -73,11 +73,15 @@ class _Unpickler(pickle.Unpickler):
             return self._resolved
         found = super().find_class(module_name, global_name)
         if self._device is not None and (module_name, global_name) == TENSORS:
-            return lambda *parts: found(*parts).to(self._device)
+            return functools.partial(_on_device, self._device, found)
         return found
 
     def _resolved(self, *name: str) -> object:
         return self._resolve(name)
+
+
+def _on_device(device: Any, rebuild: Callable[..., Any], *parts: Any) -> Any:
+    return rebuild(*parts).to(device)
 
 
 def load(payload: bytes, resolve: Resolve, device: Any = None) -> Program:
