@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import is_
 from typing import Any, Literal, cast
 
 import torch
@@ -25,10 +27,14 @@ class Entry:
 
 @dataclass(slots=True)
 class _Tracked:
-    """A saved list or dict, with the items that have been sent."""
+    """A saved list or dict, with the parts that have been sent.
+
+    One that `nests` others is sent whole at every step, since they may grow unseen.
+    """
 
     container: list[Any] | dict[Any, Any]
     sent: list[Any]
+    nests: bool = False
 
 
 @dataclass(slots=True)
@@ -74,37 +80,37 @@ class Saves:
             return Entry(name, "set", value.take_fresh())
         if isinstance(value, (list, dict)):
             container = cast("list[Any] | dict[Any, Any]", value)
-            self._tracked[name] = _Tracked(container, _items(container))
+            parts = _parts(container)
+            self._tracked[name] = _Tracked(container, list(parts), _nests(parts))
             return Entry(name, "set", container.copy())
         return Entry(name, "set", value)
 
 
-def _items(container: list[Any] | dict[Any, Any]) -> list[Any]:
-    """The items by which growth is seen; nested containers count as changed each time, since they may grow unseen."""
-    if isinstance(container, list):
-        return [_mark(item) for item in container]
-    return [part for key, item in container.items() for part in (key, _mark(item))]
+def _parts(container: list[Any] | dict[Any, Any]) -> list[Any]:
+    """What a container holds, as one list: keys and values of a dict in turns."""
+    return container if isinstance(container, list) else list(chain.from_iterable(container.items()))
 
 
-def _mark(item: Any) -> Any:
-    return object() if isinstance(item, (list, dict)) else item
+def _nests(parts: list[Any]) -> bool:
+    return any(isinstance(part, (list, dict)) for part in parts)
 
 
 def _added(name: str, tracked: _Tracked) -> list[Entry]:
     if isinstance(tracked.container, Cache):
         added = tracked.container.take_fresh()
         return [Entry(name, "append", added)] if added else []
-    now, before = _items(tracked.container), tracked.sent
-    if len(now) == len(before) and all(a is b for a, b in zip(now, before, strict=True)):
+    container, sent, now = tracked.container, len(tracked.sent), _parts(tracked.container)
+    if tracked.nests or len(now) < sent or not all(map(is_, tracked.sent, now)):
+        tracked.sent, tracked.nests = list(now), _nests(now)
+        return [Entry(name, "set", container.copy())]
+    fresh = now[sent:]
+    if not fresh:
         return []
-    grown = len(now) > len(before) and all(a is b for a, b in zip(now, before, strict=False))
-    tracked.sent = now
-    if not grown:
-        return [Entry(name, "set", tracked.container.copy())]
-    if isinstance(tracked.container, list):
-        return [Entry(name, "extend", tracked.container[len(before) :])]
-    fresh = list(tracked.container.items())[len(before) // 2 :]
-    return [Entry(name, "update", dict(fresh))]
+    tracked.sent += fresh
+    tracked.nests = _nests(fresh)
+    if isinstance(container, list):
+        return [Entry(name, "extend", fresh)]
+    return [Entry(name, "update", dict(zip(fresh[::2], fresh[1::2], strict=True)))]
 
 
 def check(value: Any, name: str) -> None:

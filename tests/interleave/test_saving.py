@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from nnsight_async.interleave.saving import Saves
+
+
+def collected(saves: Saves) -> list[tuple[str, str, Any]]:
+    return [(entry.name, entry.operation, entry.value) for entry in saves.collect()]
+
+
+def test_a_value_is_sent_once():
+    saves = Saves(1000)
+    saves.add("x", 3)
+    assert collected(saves) == [("x", "set", 3)]
+    assert collected(saves) == []
+
+
+def test_of_a_list_only_what_was_appended_is_sent():
+    saves, values = Saves(1000), [1]
+    saves.add("x", values)
+    assert collected(saves) == [("x", "set", [1])]
+    assert collected(saves) == []
+    values += [2, 3]
+    assert collected(saves) == [("x", "extend", [2, 3])]
+    values.append(4)
+    assert collected(saves) == [("x", "extend", [4])]
+
+
+def test_a_list_that_changed_otherwise_is_sent_whole():
+    saves, values = Saves(1000), [torch.zeros(1), torch.ones(1)]
+    saves.add("x", values)
+    saves.collect()
+    values[0] = torch.ones(1)
+    ((_, operation, sent),) = collected(saves)
+    assert (operation, [tensor.item() for tensor in sent]) == ("set", [1.0, 1.0])
+    del values[0]
+    ((_, operation, sent),) = collected(saves)
+    assert (operation, len(sent)) == ("set", 1)
+    assert collected(saves) == []
+
+
+def test_of_a_dict_only_new_keys_are_sent():
+    saves, values = Saves(1000), {"a": 1}
+    saves.add("x", values)
+    saves.collect()
+    values["b"] = 2
+    assert collected(saves) == [("x", "update", {"b": 2})]
+    values["a"] = 9
+    assert collected(saves) == [("x", "set", {"a": 9, "b": 2})]
+
+
+def test_a_container_in_a_container_is_sent_whole_at_every_step():
+    saves, inner = Saves(1000), [1]
+    values: list[Any] = [0]
+    saves.add("x", values)
+    saves.collect()
+    values.append(inner)
+    assert collected(saves) == [("x", "extend", [[1]])]
+    inner.append(2)
+    assert collected(saves) == [("x", "set", [0, [1, 2]])]
+    values.pop()
+    assert collected(saves) == [("x", "set", [0])]
+    assert collected(saves) == []
