@@ -171,9 +171,8 @@ class Interleaver:
             run.fail(_split(run, span))
         run.position = span.position + span.replayed + span.rows
         self._present.append(run)
-        if not run.finished:
-            run.begin()
-            self._enlist(run)
+        run.begin()
+        self._enlist(run)
 
     def _visit(self, run: BlockRun, event: Location, slab: Slab) -> None:
         span = self._spans[run]

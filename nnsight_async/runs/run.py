@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import count
 from threading import RLock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nnsight_async.errors import NotSavedError, RunCancelledError
 from nnsight_async.runs import echo, failures
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 _keys = count(1)
 _Drawn = tuple[int, str, float | None, str | None]
 """A token that waits for its step: id, text, logprob, finish reason."""
+
+
+class _Failure(NamedTuple):
+    """What a block raised, and in which step; None after the last.
+
+    The tokens of the steps before may still be on their way: under async scheduling they come after the frame. An error
+    of a step that turns out to have no token (a step that vLLM ran past the end) is none.
+    """
+
+    step: int | None
+    error: BaseException
 
 
 class Run:
@@ -45,6 +56,7 @@ class Run:
         self.values_final = False
         self._pending: deque[_Drawn] = deque()
         self._finished = False
+        self._failure: _Failure | None = None
         self._call: Callable[[], None] | None = None
         self._lock = RLock()
         self._warned: list[echo.Warned] = []
@@ -81,9 +93,8 @@ class Run:
             if frame.error is not None:
                 error = failures.unpack(frame.error)
                 error.add_note(f"prompt: {failures.describe(self.request.prompt)}")
-                self.fail(error)
-            else:
-                self._advance()
+                self._failure = _Failure(None if frame.ended else frame.step, error)
+            self._advance()
 
     def fail(self, error: BaseException) -> None:
         """End the run with `error`, which everyone who waits for it gets."""
@@ -128,9 +139,11 @@ class Run:
 
     def _advance(self) -> None:
         before = len(self.tokens), self.values_final
-        while self._pending and self.ledger.holds(len(self.tokens)) and not self._is_stopped():
+        while self._pending and self.ledger.holds(len(self.tokens)) and not self._is_over():
             self._let_out(*self._pending.popleft())
-        if self._is_stopped():
+        if self._failure is not None and self._has_failed():
+            self.fail(self._failure.error)
+        elif self._is_stopped():
             self._stop()
         elif self._finished and not self._pending and self.ledger.done:
             self._settle()
@@ -145,6 +158,18 @@ class Run:
         if self.ledger.stopped_at == index:
             reason = "stop"
         self.tokens.append(Token(number, text, index, logprob, saves, reason))
+
+    def _is_over(self) -> bool:
+        """Whether no token is let out any more: the block stopped the request, or failed in the next step."""
+        return self._is_stopped() or self._has_failed()
+
+    def _has_failed(self) -> bool:
+        if self._failure is None:
+            return False
+        complete = self._finished and not self._pending
+        if self._failure.step is None:
+            return complete
+        return len(self.tokens) >= self._failure.step and not (complete and len(self.tokens) == self._failure.step)
 
     def _is_stopped(self) -> bool:
         stopped = self.ledger.stopped_at

@@ -338,5 +338,5 @@ def test_a_cache_collects_every_step_after_edits():
     assert following.operation == "append"
     torch.testing.assert_close(following.value["layers.0.output"][0], layer(second))
     torch.testing.assert_close(following.value["layers.0.inputs"][0][0][0], second)
-    assert [done for *_, done in bench.reports] == [False, False, True]
+    assert [(step, done) for _, step, _, done in bench.reports] == [(0, False), (1, False), (1, True)]
     assert bench.interleaver.sites.entered == 0

@@ -146,3 +146,35 @@ async def test_a_stream_that_dies_aborts_its_run_and_one_that_ended_does_not(run
     stream = Stream(other)
     del stream
     assert isinstance(other.error, RunCancelledError)
+
+
+def failed(run: Run, step: int, **more: Any) -> Frame:
+    return frame(run, step, done=True, error=failures.pack(ValueError("no"), f"in step {step}"), **more)
+
+
+def test_an_error_comes_after_the_tokens_of_the_steps_before_it(run):
+    run.feed_frame(frame(run, 0, "a"))
+    run.feed_frame(failed(run, 1))
+    assert not run.settled
+    run.feed_output(output(7, 8))
+    assert told(run) == [(7, {"x": "a"})]
+    assert isinstance(run.error, ValueError)
+
+
+def test_an_error_in_a_step_past_the_end_is_none(run):
+    """vLLM runs one step more under async scheduling when a request ends by its token."""
+    run.feed_frame(frame(run, 0, "a"))
+    run.feed_frame(failed(run, 1))
+    run.feed_output(output(7, finished=True))
+    assert run.settled
+    assert run.error is None
+    assert told(run) == [(7, {"x": "a"})]
+
+
+def test_an_error_after_the_last_step_comes_when_all_tokens_have(run):
+    run.feed_frame(frame(run, 0, "a"))
+    run.feed_frame(failed(run, 0, ended=True))
+    assert not run.settled
+    run.feed_output(output(7, finished=True))
+    assert told(run) == [(7, {"x": "a"})]
+    assert isinstance(run.error, ValueError)

@@ -123,10 +123,10 @@ def test_helpers_closures_recursion_and_classes(model, hf):
     with model.trace(PROMPT, max_tokens=1, temperature=0.0):
 
         class Probe:
-            weights = torch.ones(128)
+            scale = 1.0
 
             def score(self, hidden):
-                return float((hidden @ self.weights)[-1])
+                return float(hidden[-1].sum() * self.scale)
 
         damp(model.model.layers[1].resid_post, 2)
         score = save(Probe().score(model.model.layers[1].resid_post))
