@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from benchmarks.options import Options
 from benchmarks.process import Subject
 
 Say = Callable[[str], None]
+QUIET = 1.0
+"""Seconds between two engines."""
 
 
 @dataclass(slots=True)
@@ -32,20 +35,44 @@ def measure(options: Options, columns: list[str], cuda: bool, say: Say) -> Measu
     measured = Measured(columns)
     wanted = [COLUMNS[name] for name in columns]
     with ExitStack() as stack:
-        subjects = _start(stack, wanted, options, cuda, say)
-        measured.versions = next(iter(subjects.values())).versions
+        drivers = Drivers(_start(stack, wanted, options, cuda, say), options)
+        measured.versions = drivers.versions
         for requests in options.requests:
             say(f"{requests} requests")
             for column in wanted:
-                _ask(subjects, column, options, requests)  # not counted: whatever is done for the first time
+                drivers.drive(column, requests)  # not counted: whatever is done for the first time
             for repeat in range(options.repeats):
                 for column in _turn(wanted, repeat):
-                    reply = _ask(subjects, column, options, requests)
+                    reply = drivers.drive(column, requests)
                     measured.cells.setdefault((column.name, requests), []).append(reply)
             if options.profile:
                 for column in wanted:
-                    measured.profiles[column.name, requests] = _ask(subjects, column, options, requests, profile=True)
+                    measured.profiles[column.name, requests] = drivers.drive(column, requests, profile=True)
     return measured
+
+
+class Drivers:
+    """The engines, one of which is driven at a time."""
+
+    def __init__(self, subjects: dict[str, Subject], options: Options) -> None:
+        self._subjects = subjects
+        self._options = options
+        self._last: Subject | None = None
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return next(iter(self._subjects.values())).versions
+
+    def drive(self, column: Column, requests: int, **more: Any) -> dict[str, Any]:
+        """Run one cell. An engine that comes after another gets an uncounted pass first, when that one has gone quiet:
+        for about a second such a pass takes several times as long."""
+        subject, options = self._subjects[column.engine], self._options
+        command = {"work": column.work, "requests": requests, "steps": options.steps, "prompt": options.prompt}
+        if subject is not self._last:
+            time.sleep(QUIET)
+            subject.ask(command)
+            self._last = subject
+        return subject.ask({**command, **more})
 
 
 def _start(stack: ExitStack, columns: Sequence[Column], options: Options, cuda: bool, say: Say) -> dict[str, Subject]:
@@ -60,11 +87,6 @@ def _start(stack: ExitStack, columns: Sequence[Column], options: Options, cuda: 
 def _turn(columns: Sequence[Column], repeat: int) -> Sequence[Column]:
     """Back and forth, so that no column always follows the same one."""
     return columns if repeat % 2 == 0 else columns[::-1]
-
-
-def _ask(subjects: dict[str, Subject], column: Column, options: Options, requests: int, **more: Any) -> dict[str, Any]:
-    command = {"work": column.work, "requests": requests, "steps": options.steps, "prompt": options.prompt}
-    return subjects[column.engine].ask({**command, **more})
 
 
 def _arguments(options: Options, cuda: bool, *, eager: bool) -> dict[str, Any]:
