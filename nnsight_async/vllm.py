@@ -77,13 +77,24 @@ class VLLM(ModelView):
         self._renames = dict(rename or {})
         self._limits = Limits(max_save_bytes, block_timeout)
         self._engine: Engine | None = None
+        self._root: Envoy | None = None
         self._closed = False
         self._building = threading.Lock()
         if dispatch:
             check_main_guard()
             self._build()
-        else:
-            self.__dict__["_root"] = Envoy(build_manifest(repo, engine_args).renamed(self._renames))
+        elif mode == "sync":  # an async model does not block its caller's loop for what the engine will tell as well
+            self._plan()
+
+    @property
+    def tree(self) -> Envoy:
+        """The root module."""
+        return self._root or self._plan()
+
+    def _plan(self) -> Envoy:
+        """The tree of a model that has no engine yet."""
+        self._root = Envoy(build_manifest(self.repo, self._engine_args).renamed(self._renames))
+        return self._root
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -229,7 +240,7 @@ class VLLM(ModelView):
                 engine = Engine(self._settings, self._limits, self._renames)
                 engine.start()
                 self._engine = engine
-                self.__dict__.setdefault("_root", Envoy(engine.manifest))
+                self._root = self._root or Envoy(engine.manifest)
                 _open.add(self)
         return self._engine
 

@@ -7,6 +7,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from nnsight_async.errors import UnsupportedError
+
 CPU_WORKER = "nnsight_async.worker.cpu.CPUBlockWorker"
 CUDA_WORKER = "nnsight_async.worker.cuda.CUDABlockWorker"
 
@@ -33,6 +35,8 @@ def engine_settings(repo: str, given: dict[str, Any]) -> dict[str, Any]:
     check_names(given, fields, "VLLM()")
     if "worker_cls" in given:
         raise ValueError("VLLM() sets worker_cls itself: its worker is the one that runs blocks")
+    if given.get("enforce_eager") is False:
+        raise UnsupportedError("enforce_eager=False is not supported yet: a replayed CUDA graph runs no block")
     ours = {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
