@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from nnsight_async.runs.packing import unpack
+from nnsight_async.runs.packing import Flat, unpack
 
 Buffer = bytes | bytearray | memoryview
 
@@ -49,7 +49,7 @@ def decode(parts: Sequence[Buffer]) -> list[Frame]:
     """The frames of a message, with the values of their entries rebuilt; `ValueError` for a malformed one."""
     try:
         message = _decoder.decode(parts[0])
-        flats = [_flat(dtype, part) for dtype, part in zip(message.dtypes, parts[1:], strict=True)]
+        flats = [Flat.of(dtype, part) for dtype, part in zip(message.dtypes, parts[1:], strict=True)]
         for frame in message.frames:
             frame.entries = [(name, operation, unpack(value, flats)) for name, operation, value in frame.entries]
     except (msgspec.MsgspecError, IndexError, TypeError, RuntimeError, KeyError, ValueError) as error:
@@ -63,13 +63,3 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 def _buffer(flat: torch.Tensor) -> Buffer:
     return memoryview(cast("Any", flat.view(torch.uint8).numpy())) if flat.numel() else b""
-
-
-def _flat(dtype: str, buffer: Buffer) -> torch.Tensor:
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise ValueError(f"unknown dtype {dtype!r}")
-    if not len(buffer):
-        return torch.empty(0, dtype=kind)
-    writable = bytearray(buffer) if memoryview(buffer).readonly else buffer
-    return torch.frombuffer(writable, dtype=torch.uint8).view(kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._utils import _flatten_dense_tensors  # pyright: ignore[reportPrivateUsage]
@@ -83,12 +83,37 @@ def _pack_plain(value: Any) -> list[Any]:
     return ["plain", value if kind is None else kind(value)]
 
 
-def unpack(packed: list[Any], flats: Sequence[torch.Tensor]) -> Any:
+class Flat(NamedTuple):
+    """The bytes of a flat tensor as they came, and what they are."""
+
+    dtype: torch.dtype
+    size: int
+    buffer: memoryview
+
+    @classmethod
+    def of(cls, dtype: str, buffer: bytes | bytearray | memoryview) -> Flat:
+        """`ValueError` for a dtype that torch does not have."""
+        found = getattr(torch, dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"unknown dtype {dtype!r}")
+        return cls(found, found.itemsize, memoryview(buffer))
+
+    def piece(self, offset: int, shape: list[int]) -> torch.Tensor:
+        """The tensor at an offset. Copied out, so that who keeps one run's value does not keep those of all runs."""
+        start, stop = offset * self.size, (offset + math.prod(shape)) * self.size
+        if start == stop:
+            return torch.empty(shape, dtype=self.dtype)
+        whole = stop - start == len(self.buffer) and not self.buffer.readonly
+        own = self.buffer if whole else bytearray(self.buffer[start:stop])
+        return torch.frombuffer(own, dtype=self.dtype).view(shape)
+
+
+def unpack(packed: list[Any], flats: Sequence[Flat]) -> Any:
     """The value again, with memory of its own. Raises any of several errors for what `pack` did not make."""
     tag = packed[0]
     if tag == "tensor":
         _, number, offset, shape = packed
-        return _piece(flats[number], offset, shape)
+        return flats[number].piece(offset, shape)
     _, content = packed
     match tag:
         case "plain":
@@ -103,11 +128,3 @@ def unpack(packed: list[Any], flats: Sequence[torch.Tensor]) -> Any:
             return int(content)
         case _:
             raise ValueError(f"unknown kind of value {tag!r}")
-
-
-def _piece(flat: torch.Tensor, offset: int, shape: list[int]) -> torch.Tensor:
-    length = math.prod(shape)
-    if length == flat.numel():
-        return flat.reshape(shape)
-    # Copied out, so that who keeps one run's value does not keep those of all runs of its step.
-    return flat.narrow(0, offset, length).view(shape).clone()
