@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, cast
-from weakref import WeakSet
 
 from nnsight_async.capture.block import Block
 from nnsight_async.capture.function import from_function
@@ -221,6 +220,7 @@ class VLLM(ModelView):
         return [run.outcome() for run in runs]
 
     def _request(self, prompt: Any, options: dict[str, Any], what: str) -> Request:
+        options = dict(options)
         for name in LATER:
             if options.pop(name, None) is not None:
                 raise UnsupportedError(f"{name}= is not supported yet")
@@ -241,7 +241,7 @@ class VLLM(ModelView):
                 engine.start()
                 self._engine = engine
                 self._root = self._root or Envoy(engine.manifest)
-                _open.add(self)
+                self._finalizer = weakref.finalize(self, _end, engine)
         return self._engine
 
 
@@ -253,10 +253,9 @@ def _is_several(prompts: Any) -> bool:
     return not isinstance(first, int) and not (isinstance(first, Mapping) and "role" in first)
 
 
-_open: WeakSet[VLLM] = WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    for model in list(_open):
-        model.close()
+def _end(engine: Engine) -> None:
+    """Close the engine of a model that nobody holds any more, or that is open when the interpreter exits."""
+    if engine.in_its_thread:
+        threading.Thread(target=engine.close, name="nnsight-close", daemon=True).start()
+    else:
+        engine.close()

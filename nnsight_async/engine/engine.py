@@ -62,6 +62,8 @@ class Engine:
         self._runs: dict[int, Run] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self._closing = False
+        self._submitting = threading.Lock()
         self.llm: AsyncLLM
         self.manifest: Manifest
 
@@ -85,14 +87,15 @@ class Engine:
 
     def submit(self, run: Run, block: bytes | None) -> None:
         """Start a run; returns at once."""
-        if self._closed:
-            raise EngineClosedError("this model was closed; build a new one")
         if block is None:
             run.ledger.done = True
         else:
             Shipment(run.key, block, self._limits.save_bytes, self._limits.block_seconds).onto(run.request.params)
             self._keep_apart(run)
-        self._loop.call_soon_threadsafe(self._launch, run)
+        with self._submitting:
+            if self._closing or self._closed:
+                raise EngineClosedError("this model was closed; build a new one")
+            self._loop.call_soon_threadsafe(self._launch, run)
 
     def counts(self) -> Future[dict[str, Any]]:
         """What the client and the worker hold for runs now, and how often the worker's modules reported so far."""
@@ -100,13 +103,20 @@ class Engine:
 
     def close(self) -> None:
         """End the engine's processes and its thread; runs that still go get `EngineClosedError`."""
-        if self._closed:
-            return
+        with self._submitting:
+            if self._closing or self._closed:
+                return
+            self._closing = True
         try:
             self.call(self._shut_down()).result()
         finally:
             self._closed = True
             self._end_loop()
+
+    @property
+    def in_its_thread(self) -> bool:
+        """Whether the caller is on the engine's own thread, where nothing may wait for the engine."""
+        return threading.current_thread() is self._thread
 
     @property
     def closed(self) -> bool:
@@ -174,7 +184,10 @@ class Engine:
     def _deliver(self, frame: Frame) -> None:
         run = self._runs.get(frame.key)
         if run is not None:
-            run.feed_frame(frame)
+            try:
+                run.feed_frame(frame)
+            except Exception as error:  # whatever one run's frame does, the others' come after it
+                run.fail(error)
 
     def _failure(self, error: BaseException) -> BaseException:
         from vllm.v1.engine.exceptions import EngineDeadError as Dead

@@ -125,7 +125,9 @@ class BlockRun:
     def kill(self) -> None:
         """Unwind the block without letting it go on."""
         self._killed = True
-        if self._greenlet:
+        for _ in range(PATIENCE):  # a block may catch the exit and wait again
+            if not self._greenlet:
+                break
             self._turn(self._greenlet.throw, greenlet.GreenletExit)
         self.finished, self.waits = True, None
 

@@ -20,19 +20,20 @@ class Cache(dict[str, list[Any]]):
     def __init__(self, events: Iterable[Location]) -> None:
         super().__init__()
         self.events = tuple(events)
-        self._fresh: dict[str, list[Any]] = {}
 
     def store(self, event: Location, value: Any) -> None:
         """Add what passed at `event`."""
         key = f"{event.path}.{event.kind}"
-        kept = _storable(value)
-        self.setdefault(key, []).append(kept)
-        self._fresh.setdefault(key, []).append(kept)
+        self.setdefault(key, []).append(_storable(value))
 
-    def take_fresh(self) -> dict[str, list[Any]]:
-        """What was added since the last call."""
-        fresh, self._fresh = self._fresh, {}
-        return fresh
+    def counts(self) -> dict[str, int]:
+        """How many values each location has now."""
+        return {key: len(values) for key, values in self.items()}
+
+    def since(self, counts: Mapping[str, int]) -> dict[str, list[Any]]:
+        """What was added since `counts`."""
+        added = {key: values[counts.get(key, 0) :] for key, values in self.items()}
+        return {key: values for key, values in added.items() if values}
 
 
 def _storable(value: Any) -> Any:

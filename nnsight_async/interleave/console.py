@@ -31,9 +31,15 @@ class Console(io.TextIOBase):
         """What has come since the last call."""
         if not self._printed and not self.warned:
             return "", []
-        text, warned = "".join(self._printed), self.warned
+        text = sendable("".join(self._printed))
+        warned = [(name, sendable(message), filename, line) for name, message, filename, line in self.warned]
         self._printed, self.warned = [], []
         return text, warned
+
+
+def sendable(text: str) -> str:
+    """The text with what UTF-8 cannot carry replaced."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def keep_warnings() -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from nnsight_async.errors import LocationError, NotComputedError, SplitPromptError, UnsupportedError
+from nnsight_async.errors import LocationError, NotComputedError, ShapeError, SplitPromptError, UnsupportedError
 from nnsight_async.interleave.block import PATIENCE, BlockRun
 from nnsight_async.interleave.cache import Cache
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Kind, Location, expression
 from nnsight_async.interleave.modes import Modes
 from nnsight_async.interleave.order import Order
-from nnsight_async.interleave.rows import Batch, Slab, Span
+from nnsight_async.interleave.rows import Batch, Slab, Span, Written
 from nnsight_async.interleave.sites import Sites
 from nnsight_async.interleave.visit import Visit
 from nnsight_async.interleave.watchdog import Watchdog
@@ -26,6 +26,13 @@ class Report(Protocol):
     def __call__(self, run: BlockRun) -> None: ...
 
 
+class Limits(NamedTuple):
+    """How many token ids and positions the model knows."""
+
+    vocabulary: int = 1 << 31
+    positions: int = 1 << 31
+
+
 class Interleaver:
     """Wakes blocks where they wait. One per worker; all of it runs on the thread of the forward pass."""
 
@@ -36,6 +43,7 @@ class Interleaver:
         report: Report,
         model: Any = None,
         aliases: Mapping[str, str] | None = None,
+        limits: Limits | None = None,
     ) -> None:
         self.order = order
         self.model = model
@@ -46,6 +54,7 @@ class Interleaver:
         self._present: list[BlockRun] = []
         self._batch = Batch(0, False)
         self._spans: Mapping[BlockRun, Span] = {}
+        self.limits = limits or Limits()
         self.running = False
         """Whether a block has its turn: modules that it applies itself are not reported to other blocks."""
         self._log = WriteLog()
@@ -65,7 +74,7 @@ class Interleaver:
             if span.replayed:
                 for event in self._log.replay(run, span):
                     self._want(event)
-            if span.rows:
+            if span.rows and not run.over:
                 for cache in run.caches:
                     self.collect(run, cache, -1)
                 self._begin(run, span)
@@ -83,8 +92,7 @@ class Interleaver:
         self._release(event)
         slab = Slab(value, self._batch, event, [self._spans[run] for run in runs])
         for run in self._log.replaying(event):
-            self._log.apply(run, event, slab)
-        slab.finish()
+            self._replay(run, event, slab)
         for run in runs:
             self._visit(run, event, slab)
         written = self._written(slab, runs)
@@ -114,6 +122,10 @@ class Interleaver:
         self._forget(run)
         self._log.forget(run)
         self._report(run)
+
+    def remembers(self, run: BlockRun) -> bool:
+        """Whether writes of `run` would have to be repeated if it were preempted."""
+        return self._log.holds(run)
 
     def collect(self, run: BlockRun, cache: Cache, clock: int) -> None:
         """Have `cache` filled in this step with what passes after `clock`."""
@@ -184,6 +196,13 @@ class Interleaver:
         self._commit(run, visit)
         self._enlist(run)
 
+    def _replay(self, run: BlockRun, event: Location, slab: Slab) -> None:
+        try:
+            self._log.apply(run, event, slab)
+            slab.finish()
+        except Exception as error:  # no memory
+            run.fail(error)
+
     def _store(self, run: BlockRun, cache: Cache, event: Location, slab: Slab) -> None:
         try:
             cache.store(event, slab.take_finished(self._spans[run]).value)
@@ -192,12 +211,27 @@ class Interleaver:
 
     def _commit(self, run: BlockRun, visit: Visit) -> None:
         try:
-            written = visit.commit()
-        except Exception as error:  # a private copy whose shape the block changed behind our back
+            written = visit.changes()
+            self._check_indices(visit.event, written)
+            visit.commit()
+            if written and visit.event.in_model:
+                kept = [(path, rows.clone()) for path, rows in written]
+                self._log.add(run, visit.event, visit.span, kept, in_place=visit.in_place)
+        except Exception as error:  # a copy of another shape, an index out of range, no memory
             run.fail(error)
-            return
-        if written and visit.event not in (LOGITS, SAMPLES):
-            self._log.add(run, visit.event, visit.span, [(path, rows.clone()) for path, rows in written])
+
+    def _check_indices(self, event: Location, written: Written) -> None:
+        """Ids and positions that do not exist would end the engine in the look-up that they are for."""
+        for _, rows in written:
+            if rows.dtype in (torch.int32, torch.int64) and event != LOGITS and rows.numel():
+                bound = self._bound(event)
+                if int(rows.min()) < 0 or int(rows.max()) >= bound:
+                    raise ShapeError(f"{event} takes whole numbers from 0 to {bound - 1}")
+
+    def _bound(self, event: Location) -> int:
+        if event == SAMPLES:
+            return self.limits.vocabulary
+        return getattr(self.module(event.path), "num_embeddings", self.limits.positions)
 
     def _written(self, slab: Slab, runs: list[BlockRun]) -> Any:
         before = slab.value
@@ -236,12 +270,12 @@ class Interleaver:
         runs = self.waiting.get(event)
         if runs is None:
             runs = self.waiting[event] = []
-            if event.path:
+            if event.in_model:
                 self.sites.want(event.path)
         return runs
 
     def _release(self, event: Location) -> None:
-        if event.path:
+        if event.in_model:
             self.sites.release(event.path)
 
     def _forget(self, run: BlockRun) -> None:

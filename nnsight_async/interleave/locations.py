@@ -19,6 +19,11 @@ class Location(NamedTuple):
         return f"{expression(self.path)}.{self.kind}"
 
     @property
+    def in_model(self) -> bool:
+        """Whether a module passes the value (else the runner does)."""
+        return self.kind not in ("logits", "samples")
+
+    @property
     def at_entry(self) -> bool:
         """Whether the value passes when the module is entered (else when it returns)."""
         return self.kind in ("input", "inputs")

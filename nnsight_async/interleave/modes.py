@@ -15,6 +15,9 @@ _functions: Callable[[], int] = torch._C._len_torch_function_stack
 _dispatchers: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _autocast = torch.is_autocast_enabled
 _dtype = torch.get_default_dtype
+_on_cuda: Callable[[], bool] = torch.cuda.is_initialized
+_device: Callable[[], int] = torch.cuda.current_device
+_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
 class Modes(NamedTuple):
@@ -24,11 +27,14 @@ class Modes(NamedTuple):
     functions: int
     dispatchers: int
     autocast: bool
+    autocast_cuda: bool
+    stream: int
     dtype: torch.dtype
 
     @classmethod
     def now(cls) -> Modes:
-        return cls(_inference(), _functions(), _dispatchers(), _autocast("cpu"), _dtype())
+        stream = _stream(_device()) if _on_cuda() else 0
+        return cls(_inference(), _functions(), _dispatchers(), _autocast("cpu"), _autocast("cuda"), stream, _dtype())
 
     def restore(self) -> None:
         """Undo what a block left behind that no `with` undoes, such as `torch.set_default_device`."""
@@ -37,4 +43,7 @@ class Modes(NamedTuple):
         while torch._C._len_torch_dispatch_stack() > self.dispatchers:
             torch._C._pop_torch_dispatch_stack()
         torch.set_autocast_enabled("cpu", self.autocast)
+        torch.set_autocast_enabled("cuda", self.autocast_cuda)
+        if self.stream:
+            torch.cuda.set_stream(torch.cuda.ExternalStream(self.stream))  # pyright: ignore[reportUnknownMemberType]
         torch.set_default_dtype(self.dtype)

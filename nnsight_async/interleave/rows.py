@@ -107,6 +107,12 @@ class Slab:
         private.value = self._copy(self._source, span, private)
         return private
 
+    def original(self, span: Span) -> Any:
+        """The rows of `span` as they were before any block had changed them."""
+        source = self.value if self._source is None else self._source
+        with torch.inference_mode(False):
+            return self._copy(source, span, Private())
+
     def take_finished(self, span: Span) -> Private:
         """A private copy of the rows of `span` with all that `finish` has written."""
         self._source, self._copies = self.value, {}
@@ -125,7 +131,7 @@ class Slab:
         """
         for path, rows in written:
             if in_place:
-                _part(self.value, path)[start : start + rows.shape[0]].copy_(rows)
+                part(self.value, path)[start : start + rows.shape[0]].copy_(rows)
             else:
                 self._writes.setdefault(path, []).append((start, rows))
 
@@ -208,7 +214,9 @@ class Slab:
             )
         if not torch.can_cast(given.dtype, ours.dtype):
             raise ShapeError(f"{self.place} holds {ours.dtype}; {given.dtype} does not convert to it safely")
-        return given.detach()
+        if given.layout != torch.strided or given.device.type == "meta":
+            raise ShapeError(f"{self.place} takes a dense tensor with data, not a {given.layout} one on {given.device}")
+        return given.detach().to(device=ours.device, dtype=ours.dtype)
 
     def _replace(self, value: Any, path: Path, writes: list[_Write]) -> Any:
         if not path:
@@ -293,7 +301,7 @@ def copied(value: Any, rows: Mapping[Path, torch.Tensor], private: Private, path
     return value
 
 
-def _part(value: Any, path: Path) -> Any:
+def part(value: Any, path: Path) -> Any:
     for index in path:
         value = value[index]
     return value

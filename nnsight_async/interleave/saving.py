@@ -51,6 +51,7 @@ class Saves:
     _tracked: dict[str, _Tracked] = field(default_factory=dict[str, _Tracked])
 
     def add(self, name: str, value: Any) -> None:
+        check_name(name)
         check(value, name)
         self._tracked.pop(name, None)
         self._fresh[name] = value
@@ -76,8 +77,8 @@ class Saves:
 
     def _first(self, name: str, value: Any) -> Entry:
         if isinstance(value, Cache):
-            self._tracked[name] = _Tracked(value, [])
-            return Entry(name, "set", value.take_fresh())
+            self._tracked[name] = _Tracked(value, [value.counts()])
+            return Entry(name, "set", value.since({}))
         if isinstance(value, (list, dict)):
             container = cast("list[Any] | dict[Any, Any]", value)
             parts = _parts(container)
@@ -97,7 +98,8 @@ def _nests(parts: list[Any]) -> bool:
 
 def _added(name: str, tracked: _Tracked) -> list[Entry]:
     if isinstance(tracked.container, Cache):
-        added = tracked.container.take_fresh()
+        added = tracked.container.since(tracked.sent[0])
+        tracked.sent = [tracked.container.counts()]
         return [Entry(name, "append", added)] if added else []
     container, sent, now = tracked.container, len(tracked.sent), _parts(tracked.container)
     if tracked.nests or len(now) < sent or not all(map(is_, tracked.sent, now)):
@@ -111,6 +113,12 @@ def _added(name: str, tracked: _Tracked) -> list[Entry]:
     if isinstance(container, list):
         return [Entry(name, "extend", fresh)]
     return [Entry(name, "update", dict(zip(fresh[::2], fresh[1::2], strict=True)))]
+
+
+def check_name(name: Any) -> None:
+    """Raise `SaveError` for a name that is not a string, or that cannot be sent."""
+    if not isinstance(name, str) or not name.isprintable():
+        raise SaveError(f"a saved value has a printable string as its name, not {name!r}")
 
 
 def check(value: Any, name: str) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_async.interleave.rows import Private, copied
+from nnsight_async.interleave.rows import Private, copied, part
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.locations import Location
@@ -24,6 +24,8 @@ class _Handed:
     part: torch.Tensor | None = None
     version: int = 0
     shared: bool = False
+    base: Any = None
+    """The value as it was handed out, kept where several readings may change different parts of it."""
 
     def changed(self) -> bool:
         return self.private.changed() or (self.part is not None and self.part._version != self.version)
@@ -58,40 +60,57 @@ class Visit:
 
     def get(self) -> Any:
         """A private copy of the rows."""
-        handed = _Handed(self._take())
-        self._handed.append(handed)
+        handed = self._hand(self._take())
         return handed.private.value
 
     def see(self, view: View) -> Any:
         """A part of a private copy. Changes made to it in place land as changes of the copy itself do."""
         private = self._take()
         with torch.inference_mode(False), torch.no_grad():
-            part = view.get(private.value)
-        handed = _Handed(private, view, shared=view.shared(private.value))
-        if isinstance(part, torch.Tensor) and not private.watches(part):
-            handed.part, handed.version = part, part._version
+            seen = view.get(private.value)
+        handed = self._hand(private, view, view.shared(private.value))
+        if isinstance(seen, torch.Tensor) and not private.watches(seen):
+            handed.part, handed.version = seen, seen._version
+        return seen
+
+    def _hand(self, private: Private, view: View | None = None, shared: bool = False) -> _Handed:
+        """Note a reading; from the second on, with what it was, so that the changes of each can be told apart."""
+        if self._handed:
+            base = copied(private.value, {}, Private())
+            if self._handed[0].base is None and self._first is not None:
+                self._handed[0].base = self.slab.original(self.span)
+        else:
+            base = None
+        handed = _Handed(private, view, shared=shared, base=base)
         self._handed.append(handed)
-        return part
+        return handed
 
     def set(self, value: Any) -> None:
         """Replace the value; `ShapeError` if it does not fit."""
         self._flush()
         last = self._handed[-1].private if self._handed else None
-        self._keep(self.slab.checked(self.span, value, last), own=False)
+        self._keep(self.slab.checked(self.span, value, last))
 
     def show(self, view: View, part: Any) -> None:
         """Replace a part of the value."""
         private = self._take()
         self._shared = self._shared or view.shared(private.value)
-        self._keep(self.slab.checked(self.span, view.put(private.value, part), private), own=False)
+        self._keep(self.slab.checked(self.span, view.put(private.value, part), private))
 
-    def commit(self) -> Written:
-        """Have what the block put here, or changed in place, written to the batch, and return it."""
+    def changes(self) -> Written:
+        """What the block put here, or changed in place."""
         self._flush()
-        written = list(self._rows.items())
-        if written:
-            self.slab.put(self.span.start, written, in_place=self._shared)
-        return written
+        return list(self._rows.items())
+
+    def commit(self) -> None:
+        """Have the changes written to the batch."""
+        if self._rows:
+            self.slab.put(self.span.start, list(self._rows.items()), in_place=self.in_place)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether changes have to reach others who hold the same tensors."""
+        return self._shared
 
     @property
     def wrote(self) -> bool:
@@ -113,10 +132,19 @@ class Visit:
         for handed in self._handed:
             if handed.changed():
                 self._shared = self._shared or handed.shared
-                self._keep(self.slab.checked(self.span, handed.value(), handed.private), own=True)
+                self._merge(self.slab.checked(self.span, handed.value(), handed.private), handed.base)
                 handed.settle()
 
-    def _keep(self, written: Written, *, own: bool) -> None:
-        """Remember rows to be written; the caller's own tensors as they are now."""
+    def _keep(self, written: Written) -> None:
+        """Remember rows to be written: the block's own tensors as they are now."""
         for path, rows in written:
-            self._rows[path] = rows if own else rows.clone()
+            self._rows[path] = rows.clone()
+
+    def _merge(self, written: Written, base: Any) -> None:
+        """Remember what was changed in a reading, beside what was changed through others since it was handed out."""
+        for path, rows in written:
+            others = self._rows.get(path)
+            if others is None or base is None:
+                self._rows[path] = rows
+            else:
+                self._rows[path] = torch.where(rows != part(base, path), rows, others)

@@ -21,6 +21,7 @@ class _Write:
     position: int
     nth: int
     written: Written
+    in_place: bool
 
 
 class WriteLog:
@@ -36,11 +37,11 @@ class WriteLog:
         self._events: dict[Location, list[BlockRun]] = {}
         self._passed: Counter[tuple[BlockRun, Location]] = Counter()
 
-    def add(self, run: BlockRun, event: Location, span: Span, written: Written) -> None:
+    def add(self, run: BlockRun, event: Location, span: Span, written: Written, *, in_place: bool = False) -> None:
         by_event = self._writes.setdefault(run, defaultdict(list))
         position = span.position + span.replayed
         nth = sum(write.position == position for write in by_event[event][-8:])
-        by_event[event].append(_Write(position, nth, written))
+        by_event[event].append(_Write(position, nth, written, in_place))
 
     def replay(self, run: BlockRun, span: Span) -> Iterable[Location]:
         """Prepare to repeat what `run` wrote in the rows that `span` computes again; returns where."""
@@ -52,6 +53,10 @@ class WriteLog:
             self._events.setdefault(event, []).append(run)
         return events
 
+    def holds(self, run: BlockRun) -> bool:
+        """Whether `run` has written anything that would have to be repeated."""
+        return run in self._writes
+
     def replaying(self, event: Location) -> Iterable[BlockRun]:
         return self._events.get(event, ())
 
@@ -61,7 +66,8 @@ class WriteLog:
         for write in self._writes[run][event]:
             offset = write.position - span.position
             if write.nth == passed and 0 <= offset < span.replayed:
-                slab.put(span.start - span.replayed + offset, _first(write.written, span.replayed - offset))
+                rows = _first(write.written, span.replayed - offset)
+                slab.put(span.start - span.replayed + offset, rows, in_place=write.in_place)
 
     def finish(self) -> Iterable[Location]:
         """The step is over; returns the locations at which writes were repeated."""

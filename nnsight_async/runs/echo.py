@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import sys
 import warnings
 
@@ -17,8 +18,9 @@ def echo(key: int, text: str) -> None:
     _printing.add(key)
     if len(_printing) > 1:
         text = "".join(f"[run {key}] {line}" for line in text.splitlines(keepends=True))
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):  # a closed or broken stdout is no reason to lose values
+        sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 def forget(key: int) -> None:

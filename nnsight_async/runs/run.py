@@ -90,7 +90,7 @@ class Run:
                 echo.echo(self.key, frame.printed)
             self._warned += frame.warned
             self.ledger.file(frame)
-            if frame.error is not None:
+            if frame.error is not None and self._failure is None:
                 error = failures.unpack(frame.error)
                 error.add_note(f"prompt: {failures.describe(self.request.prompt)}")
                 self._failure = _Failure(None if frame.ended else frame.step, error)
@@ -147,6 +147,8 @@ class Run:
             self._stop()
         elif self._finished and not self._pending and self.ledger.done:
             self._settle()
+        elif self._was_aborted():
+            self.fail(RunCancelledError("vLLM ended the request before its first step"))
         elif self.ledger.done and len(self.tokens) > self.ledger.through:
             self.values_final = True
         if (len(self.tokens), self.values_final) != before:
@@ -158,6 +160,11 @@ class Run:
         if self.ledger.stopped_at == index:
             reason = "stop"
         self.tokens.append(Token(number, text, index, logprob, saves, reason))
+
+    def _was_aborted(self) -> bool:
+        """Whether somebody else ended the request before the worker had seen it: no frame will come."""
+        aborted = self.output is not None and self.output.outputs[0].finish_reason == "abort"
+        return aborted and not self.tokens and not self._pending and self.ledger.through < 0
 
     def _is_over(self) -> bool:
         """Whether no token is let out any more: the block stopped the request, or failed in the next step."""

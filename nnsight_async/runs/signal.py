@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import ClassVar
@@ -38,11 +39,13 @@ class Signal:
 
     def block_until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
         """Block this thread until `holds()`; False when `timeout` seconds went by first."""
+        deadline = None if timeout is None else time.monotonic() + timeout
         while not holds():
             event = threading.Event()
             with self._lock:
                 self._waiters.append(event.set)
-            if not holds() and not event.wait(timeout):
+            left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+            if not holds() and not event.wait(left):
                 return False
         return True
 

@@ -29,8 +29,9 @@ def before(manifest: Manifest, path: str) -> Place:
 def middle(manifest: Manifest, path: str) -> Place:
     """The stream between attention and MLP."""
     _check_layer(manifest, path)
-    norm = next((name for name in MIDDLE_NORMS if name in manifest.modules[path].children), None)
-    if norm is None:
+    children = manifest.modules[path].children
+    norm = next((name for name in MIDDLE_NORMS if name in children), None)
+    if norm is None or (norm == "post_attention_layernorm" and "post_feedforward_layernorm" in children):
         kind = manifest.modules[path].cls
         raise LocationError(f"{expression(path)} ({kind}) has no norm between attention and MLP, and so no resid_mid")
     inner = join(path, norm)

@@ -58,9 +58,11 @@ class Blocks:
         starts, computed = list(map(int, step.starts[: count + 1])), list(map(int, step.computed[:count]))
         for index, request in enumerate(step.requests):
             run = self._runs.get(request)
-            if run is not None and not run.over:
-                spans[run] = _span(run, starts[index], starts[index + 1], computed[index])
-                self._rows[run] = index
+            if run is not None and (not run.over or self.interleaver.remembers(run)):
+                span = _span(run, starts[index], starts[index + 1], computed[index])
+                if span.replayed or not run.over:
+                    spans[run] = span
+                    self._rows[run] = index
         self._requests = count
         if spans:
             self.interleaver.begin_step(spans, Batch(step.rows, self._requests > 1))

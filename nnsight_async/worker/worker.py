@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import vllm
 
 from nnsight_async.interleave.console import keep_warnings
-from nnsight_async.interleave.interleaver import Interleaver
+from nnsight_async.interleave.interleaver import Interleaver, Limits
 from nnsight_async.interleave.order import Order
 from nnsight_async.tree.describe import describe
 from nnsight_async.tree.envoy import Envoy
@@ -104,7 +104,8 @@ class BlockWorker:
         self.nnsight_manifest = manifest
         self.nnsight_outbox = Outbox(f"ipc://{os.environ[HOME]}/inbox", runner.device)
         view = ModelView(Envoy(manifest))
-        interleaver = Interleaver(model, _order(manifest), self.nnsight_outbox.report, view, _aliases(manifest))
+        limits = Limits(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
+        interleaver = Interleaver(model, _order(manifest), self.nnsight_outbox.report, view, _aliases(manifest), limits)
         keep_warnings()
         self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, runner.device)
         entry(runner, self.nnsight_blocks)

@@ -5,10 +5,17 @@ import warnings
 
 import torch
 
-from nnsight_async.errors import BlockTimeoutError, GenerationEndedError, NotComputedError, OutOfOrderError, ShapeError
+from nnsight_async.errors import (
+    BlockTimeoutError,
+    GenerationEndedError,
+    NotComputedError,
+    OutOfOrderError,
+    SaveError,
+    ShapeError,
+)
 from nnsight_async.interleave.console import keep_warnings
 from nnsight_async.interleave.context import current, save
-from nnsight_async.interleave.locations import LOGITS, Location
+from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
 from nnsight_async.interleave.views import StreamIn
 from tests.interleave.toy import WIDTH, Bench, output
 
@@ -340,3 +347,88 @@ def test_a_cache_collects_every_step_after_edits():
     torch.testing.assert_close(following.value["layers.0.inputs"][0][0][0], second)
     assert [(step, done) for _, step, _, done in bench.reports] == [(0, False), (1, False), (1, True)]
     assert bench.interleaver.sites.entered == 0
+
+
+def test_edits_of_a_block_that_has_ended_are_repeated_after_a_preemption():
+    bench = Bench()
+
+    def block(m, t):
+        read("layers.0")[:] += 10
+
+    bench.add(1, block, 2)
+    prompt, second, third, seen = rows(2, 1), rows(1, 2), rows(1, 3), {}
+    bench.step({1: prompt})
+    bench.step({1: second})
+    handle = bench.model.layers[1].register_forward_hook(lambda mod, args, out: seen.update(input=args[0].clone()))
+    bench.step({1: torch.cat([prompt, second, third])}, replayed={1: 2})
+    handle.remove()
+    expected = bench.model.layers[0](torch.cat([prompt, second, third])) + torch.tensor([10, 10, 0, 0])[:, None]
+    torch.testing.assert_close(seen["input"], expected)
+
+
+def test_changes_of_several_readings_all_land():
+    bench = Bench()
+
+    def block(m, t):
+        one, two = read("layers.0"), read("layers.0")
+        one[:, 0] = 0
+        two[:, 1] = 1
+
+    bench.add(1, block, 2)
+    mine = rows(2, 1)
+    got = bench.step({1: mine})
+    model = bench.model
+    hidden = model.layers[0](mine)
+    hidden[:, 0], hidden[:, 1] = 0, 1
+    torch.testing.assert_close(got[1], model.head(model.layers[2](model.layers[1](hidden)))[-1])
+
+
+def test_the_output_of_the_whole_model():
+    bench, seen = Bench(), {}
+    bench.add(1, lambda m, t: seen.update(x=read("")), 2)
+    mine = rows(2, 1)
+    bench.step({1: mine})
+    torch.testing.assert_close(seen["x"], bench.model(mine))
+
+
+def test_a_token_that_does_not_exist_is_refused_before_it_is_looked_up():
+    bench = Bench()
+
+    def block(m, t):
+        current().write(SAMPLES, torch.tensor([[16]]))
+
+    run = bench.add(1, block, 1)
+    bench.step({1: rows(1, 1)})
+    assert isinstance(run.error, ShapeError)
+    assert "0 to 15" in str(run.error)
+    assert int(bench.samples) < 16
+
+
+def test_names_and_prints_that_cannot_be_sent():
+    bench = Bench()
+    one = bench.add(1, lambda m, t: save(read("layers.0"), 3), 1)
+    two = bench.add(2, lambda m, t: print("\ud800"), 1)
+    bench.step({1: rows(1, 1), 2: rows(1, 2)})
+    assert isinstance(one.error, SaveError)
+    assert two.console.take()[0] == "\\ud800\n"
+
+
+def test_a_cache_that_is_saved_in_every_step_comes_home_whole():
+    bench = Bench()
+
+    def block(m, t):
+        cache = t.cache(["layers.0"])
+        for _ in t.iter[:]:
+            read("layers.0")
+            save(cache, "cache")
+
+    bench.add(1, block, 1)
+    for seed in range(3):
+        bench.step({1: rows(1, seed)})
+    values = {}
+    for _, _, entries, _ in bench.reports:
+        for entry in entries:
+            values = (
+                entry.value if entry.operation == "set" else {k: values.get(k, []) + v for k, v in entry.value.items()}
+            )
+    assert len(values["layers.0.output"]) == 3

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nnsight_async.interleave.block import BlockRun
-from nnsight_async.interleave.interleaver import Interleaver
+from nnsight_async.interleave.interleaver import Interleaver, Limits
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
 from nnsight_async.interleave.order import Order
 from nnsight_async.interleave.rows import Batch, Span
@@ -60,7 +60,7 @@ class Bench:
     def __init__(self) -> None:
         self.model = Toy().eval()
         self.reports: list[tuple[int, int, list[Any], bool]] = []
-        self.interleaver = Interleaver(self.model, order_of(self.model), self._report)
+        self.interleaver = Interleaver(self.model, order_of(self.model), self._report, limits=Limits(16, 64))
         self.runs: dict[int, BlockRun] = {}
 
     def _report(self, run: BlockRun) -> None:
@@ -77,7 +77,7 @@ class Bench:
         replayed, spans, at = replayed or {}, {}, 0
         for key, rows in inputs.items():
             again, run = replayed.get(key, 0), self.runs.get(key)
-            if run is not None and not run.over:
+            if run is not None and (again or not run.over):
                 position = 0 if again else run.position
                 spans[run] = Span(at + again, at + len(rows), again, position)
             at += len(rows)
