@@ -36,6 +36,7 @@ from nnsight_async.interleave.context import save
 if TYPE_CHECKING:
     from nnsight_async.runs.saved import Saved
     from nnsight_async.runs.token import Token
+    from nnsight_async.runs.window import MapResult
     from nnsight_async.vllm import VLLM
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "IsolationError",
     "LocationError",
     "MainGuardError",
+    "MapResult",
     "NNsightError",
     "NotATapError",
     "NotComputedError",
@@ -75,6 +77,7 @@ _LAZY = {
     "VLLM": "nnsight_async.vllm",
     "Saved": "nnsight_async.runs.saved",
     "Token": "nnsight_async.runs.token",
+    "MapResult": "nnsight_async.runs.window",
 }
 
 

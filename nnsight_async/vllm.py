@@ -6,23 +6,29 @@ import asyncio
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self, overload
 
-from nnsight_async.capture.block import Block
+from nnsight_async.capture.entered import is_entered
 from nnsight_async.capture.function import from_function
 from nnsight_async.engine.blueprint import build_manifest
 from nnsight_async.engine.engine import Engine, Limits
 from nnsight_async.engine.guard import check_main_guard
-from nnsight_async.engine.prompts import vllm_prompt
+from nnsight_async.engine.prompts import is_several, vllm_prompt
 from nnsight_async.engine.sampling import sampling_params
 from nnsight_async.engine.settings import engine_settings
 from nnsight_async.errors import EngineClosedError, UnsupportedError
-from nnsight_async.runs.handle import ProbeRun, settle
+from nnsight_async.runs.body import caller
+from nnsight_async.runs.generation import Generation
+from nnsight_async.runs.group import planned
+from nnsight_async.runs.handle import ProbeRun
+from nnsight_async.runs.invokes import ABSENT, InvokeTrace
+from nnsight_async.runs.job import Job
+from nnsight_async.runs.map import Map
 from nnsight_async.runs.request import Request
-from nnsight_async.runs.run import Run
 from nnsight_async.runs.trace import Trace
+from nnsight_async.runs.window import Window
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
 
@@ -145,23 +151,67 @@ class VLLM(ModelView):
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
-    def trace(self, prompt: Any, **sampling: Any) -> Trace:
+    @overload
+    def trace(self, prompt: Any, /, **sampling: Any) -> Trace: ...
+    @overload
+    def trace(self, **sampling: Any) -> InvokeTrace: ...
+    def trace(self, prompt: Any = ABSENT, **sampling: Any) -> Trace | InvokeTrace:
         """`with model.trace(prompt, ...)`: run a prompt with the body of the `with` as its block.
 
+        Without a prompt the body runs as it stands, and each `with tracer.invoke(prompt, ...):` in it is one request.
         `sampling` takes vLLM's sampling parameters (`max_new_tokens` too), `lora_request` and `priority`. Raises
         `TypeError` for an unknown one and `ValueError` for a bad value or an empty prompt.
         """
-        return Trace(self, self._request(prompt, sampling, "trace()"), self.mode == "async")
+        return self._trace(prompt, sampling, "trace()")
 
     def run(self, prompt: Any, probe: Callable[[Any, Any], object], **sampling: Any) -> ProbeRun:
         """Run a prompt with the function `probe(model, tracer)` as its block; arguments as for `trace`."""
         return ProbeRun(self, self._request(prompt, sampling, "run()"), from_function(probe))
 
-    def generate(self, prompts: Any, **sampling: Any) -> Any:
-        """Run prompts without a block: a list of vLLM's `RequestOutput`s; in async mode, awaitable."""
-        several = prompts if _is_several(prompts) else [prompts]
-        requests = [self._request(prompt, sampling, "generate()") for prompt in several]
-        return self._agenerate(requests) if self.mode == "async" else self._generate(requests)
+    def map(
+        self,
+        prompts: Iterable[Any] | AsyncIterable[Any],
+        probe: Callable[[Any, Any], object],
+        *,
+        concurrency: int = 64,
+        ordered: bool = False,
+        progress: bool = True,
+        return_errors: bool = False,
+        **sampling: Any,
+    ) -> Map:
+        """Run each of many prompts with the function `probe(model, tracer)` as its block.
+
+        Iterate over it (`async for` in async mode) for a `MapResult` per prompt, as they end or, with `ordered`, in the
+        order of the prompts. At most `concurrency` runs go at a time, and prompts are taken as there is room.
+        `progress` shows a bar, if this is a terminal. The error of a prompt ends the iteration, unless
+        `return_errors` has it come as a result.
+        """
+        asked, block = self._settings_of(sampling, "map()"), from_function(probe)
+        return Map(
+            self,
+            prompts,
+            lambda prompt: planned(asked.on(vllm_prompt(prompt, self._chat)), block),
+            Window(concurrency, ordered=ordered),
+            asynchronous=self.mode == "async",
+            progress=progress,
+            return_errors=return_errors,
+        )
+
+    def generate(self, prompts: Any = ABSENT, **sampling: Any) -> Any:
+        """Run prompts without a block: a list of vLLM's `RequestOutput`s; in async mode, awaitable.
+
+        `with model.generate(prompt, ...) as tracer:` is `with model.trace(prompt, ...) as tracer:`.
+        """
+        entered = is_entered(caller())
+        if prompts is ABSENT and self.mode == "sync" and not entered:
+            raise ValueError("generate() needs prompts, unless it stands in a `with`")
+        if prompts is ABSENT or (entered and self.mode == "sync"):
+            return self._trace(prompts, sampling, "generate()")
+        asked = self._settings_of(sampling, "generate()")
+        several = prompts if is_several(prompts) else [prompts]
+        requests = [asked.on(vllm_prompt(prompt, self._chat)) for prompt in several]
+        generation = Generation(self, requests, self.mode == "async")
+        return generation if self.mode == "async" else generation.result()
 
     def stats(self) -> Any:
         """What runs hold now: a dict of counts, zero when nothing goes on; in async mode, `await model.stats()`.
@@ -187,45 +237,49 @@ class VLLM(ModelView):
             trust_remote_code=given.get("trust_remote_code", False),
         )
 
-    def launch(self, request: Request, block: Block | None) -> Run:
-        """Start a run, building the engine first if need be."""
+    def launch(self, job: Job) -> None:
+        """Start a run or a group of them, building the engine first if need be."""
         check_main_guard() if self._engine is None else None
-        return self._submit(request, block)
+        self._submit(job)
 
-    async def alaunch(self, request: Request, block: Block | None) -> Run:
+    async def alaunch(self, job: Job) -> None:
         """`launch`, without blocking the event loop while an engine is built."""
         if self._engine is None and not self._closed:
             check_main_guard()
             await asyncio.to_thread(self._build)
-        return self._submit(request, block)
+        self._submit(job)
 
-    def _submit(self, request: Request, block: Block | None) -> Run:
+    def _submit(self, job: Job) -> None:
         engine = self._build()
-        run = Run(request, block.names if block is not None else ())
-        engine.submit(run, block.payload if block is not None else None)
-        return run
-
-    def _generate(self, requests: Sequence[Request]) -> list[Any]:
-        runs = [self.launch(request, None) for request in requests]
-        return [settle(run).outcome() for run in runs]
-
-    async def _agenerate(self, requests: Sequence[Request]) -> list[Any]:
-        runs = [await self.alaunch(request, None) for request in requests]
         try:
-            for run in runs:
-                await run.changed.until(lambda run=run: run.settled)
-        finally:
-            for run in runs:
-                run.cancel()
-        return [run.outcome() for run in runs]
+            for run in job.runs():
+                engine.submit(run)
+        except BaseException:
+            job.cancel()
+            raise
 
-    def _request(self, prompt: Any, options: dict[str, Any], what: str) -> Request:
-        options = dict(options)
+    def _trace(self, prompt: Any, sampling: Mapping[str, Any], what: str) -> Trace | InvokeTrace:
+        asynchronous = self.mode == "async"
+        if prompt is not ABSENT:
+            return Trace(self, self._request(prompt, sampling, what), asynchronous)
+        self._settings_of(sampling, what)  # an error belongs here, and not to the first invoke
+        return InvokeTrace(
+            self, lambda prompt, own: self._request(prompt, {**sampling, **own}, "invoke()"), asynchronous
+        )
+
+    def _request(self, prompt: Any, options: Mapping[str, Any], what: str) -> Request:
+        request = self._settings_of(options, what)
+        request.prompt = vllm_prompt(prompt, self._chat)
+        return request
+
+    def _settings_of(self, options: Mapping[str, Any], what: str) -> Request:
+        """A request that still has no prompt."""
+        sampling = dict(options)
         for name in LATER:
-            if options.pop(name, None) is not None:
+            if sampling.pop(name, None) is not None:
                 raise UnsupportedError(f"{name}= is not supported yet")
-        lora, priority = options.pop("lora_request", None), options.pop("priority", 0)
-        return Request(vllm_prompt(prompt, self._chat), sampling_params(options, what=what), lora, priority)
+        lora, priority = sampling.pop("lora_request", None), sampling.pop("priority", 0)
+        return Request(None, sampling_params(sampling, what=what), lora, priority)
 
     def _chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
@@ -243,14 +297,6 @@ class VLLM(ModelView):
                 self._root = self._root or Envoy(engine.manifest)
                 self._finalizer = weakref.finalize(self, _end, engine)
         return self._engine
-
-
-def _is_several(prompts: Any) -> bool:
-    """Whether this is a list of prompts, rather than one prompt that is a list (token ids, a chat)."""
-    if not isinstance(prompts, (list, tuple)) or not prompts:
-        return False
-    first = cast("Any", prompts[0])
-    return not isinstance(first, int) and not (isinstance(first, Mapping) and "role" in first)
 
 
 def _end(engine: Engine) -> None:

@@ -85,12 +85,14 @@ class Engine:
             raise EngineClosedError("this model was closed; build a new one")
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    def submit(self, run: Run, block: bytes | None) -> None:
+    def submit(self, run: Run) -> None:
         """Start a run; returns at once."""
-        if block is None:
+        if run.block is None:
             run.ledger.done = True
         else:
-            Shipment(run.key, block, self._limits.save_bytes, self._limits.block_seconds).onto(run.request.params)
+            limits = self._limits
+            packed = Shipment(run.key, run.block.payload, limits.save_bytes, limits.block_seconds)
+            packed.onto(run.request.params)
             self._keep_apart(run)
         with self._submitting:
             if self._closing or self._closed:

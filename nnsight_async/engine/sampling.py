@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from nnsight_async.engine.settings import check_names
-from nnsight_async.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 ALIASES = {"max_new_tokens": "max_tokens"}
+OBJECTS = ("extra_args", "output_kind", "prompt_logprob_token_ids", "repetition_detection", "structured_outputs")
 
 
-def sampling_params(given: dict[str, Any], *, what: str = "trace()") -> Any:
-    """vLLM's `SamplingParams`; `TypeError` for an unknown name, `ValueError` for a bad value."""
+def sampling_params(given: Mapping[str, Any], *, what: str = "trace()") -> Any:
+    """vLLM's `SamplingParams`; `TypeError` for an unknown name, `ValueError` with vLLM's message for a bad value."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     named = {ALIASES.get(name, name): value for name, value in given.items()}
     check_names(named, [*SamplingParams.__struct_fields__, *ALIASES], what)
-    if named.get("n", 1) != 1:
-        raise UnsupportedError("n > 1 is not supported yet: start one run per sequence")
     named["output_kind"] = RequestOutputKind.DELTA
     with refusals():
-        return SamplingParams(**named)
+        params = SamplingParams(**named)
+    _check_types(params, named, what)
+    return params
 
 
 @contextmanager
@@ -37,3 +40,13 @@ def refusals() -> Generator[None]:
         yield
     except VLLMClientError as error:
         raise error if isinstance(error, ValueError) else ValueError(str(error)) from None
+
+
+def _check_types(params: msgspec.Struct, named: Mapping[str, Any], what: str) -> None:
+    """Raise `TypeError` where vLLM (0.32, 0.33) does not look, and its engine would end decoding the request."""
+    kinds = {field.name: field.type for field in msgspec.structs.fields(params)}
+    for name in named.keys() - OBJECTS:
+        try:
+            msgspec.convert(getattr(params, name), kinds[name])
+        except msgspec.ValidationError as error:
+            raise TypeError(f"{what} got {name}={named[name]!r}: {error}") from None

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+ONE_PROMPT = (
+    "this block is that of one prompt and cannot invoke another: write `with model.trace() as tracer:` without a "
+    "prompt, and in its body, side by side, `with tracer.invoke(prompt):` for each prompt"
+)
 _FROM_ZERO = "steps count from 0, and their last is not known beforehand"
 
 
@@ -37,6 +41,10 @@ class Tracer:
     def stop(self) -> NoReturn:
         """End the request at this step; what was saved up to here comes back."""
         self._run.stop()
+
+    def invoke(self, *prompt: Any, **sampling: Any) -> NoReturn:
+        """Not available in the block of a prompt."""
+        raise ValueError(ONE_PROMPT)
 
     def save(self, value: T, name: str | None = None) -> T:
         """Mark `value` to be sent home under `name`, and return it."""

@@ -4,65 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from nnsight_async.errors import OutsideBlockError
 from nnsight_async.interleave.context import save
+from nnsight_async.runs.group import planned
 from nnsight_async.runs.saved import Saves
 from nnsight_async.runs.stream import Stream
 
 if TYPE_CHECKING:
     from nnsight_async.capture.block import Block
+    from nnsight_async.runs.job import Job
     from nnsight_async.runs.request import Request
-    from nnsight_async.runs.run import Run
 
 
 class Launcher(Protocol):
     """What starts runs: a model."""
 
-    def launch(self, request: Request, block: Block) -> Run: ...
-    async def alaunch(self, request: Request, block: Block) -> Run: ...
+    def launch(self, job: Job) -> None: ...
+    async def alaunch(self, job: Job) -> None: ...
 
 
 class Outcome:
     """The result of a run: `await` it, or call it to wait in this thread."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, job: Job) -> None:
+        self._job = job
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._wait().__await__()
 
     def __call__(self, timeout: float | None = None) -> Any:
         """vLLM's `RequestOutput` with the final values as `.saves`; `TimeoutError` after `timeout` seconds."""
-        return settle(self._run, timeout).outcome()
+        return settle(self._job, timeout).outcome()
 
     async def _wait(self) -> Any:
-        await self._run.changed.until(lambda: self._run.settled)
-        return self._run.outcome()
+        await self._job.ended.until(lambda: self._job.settled)
+        return self._job.outcome()
 
 
-def settle(run: Run, timeout: float | None = None) -> Run:
-    """Wait in this thread for a run to end; an interrupt of the wait (Ctrl-C) aborts it."""
+F = TypeVar("F", bound="Job")
+
+
+def settle(job: F, timeout: float | None = None) -> F:
+    """Wait in this thread for the end of what runs; an interrupt of the wait (Ctrl-C) aborts it."""
     try:
-        if not run.changed.block_until(lambda: run.settled, timeout):
+        if not job.ended.block_until(lambda: job.settled, timeout):
             raise TimeoutError(f"the run had not ended after {timeout} s")
     except TimeoutError:
         raise
     except BaseException:
-        run.cancel()
+        job.cancel()
         raise
-    run.warn()
-    return run
+    job.warn()
+    return job
 
 
 class Handle:
-    """A run that may not have been started yet."""
+    """A run, or several that belong together, that may not have been started yet."""
 
     saves_by_name = True
 
     def __init__(self) -> None:
-        self._run: Run | None = None
+        self._job: Job | None = None
 
     def stream(self) -> Stream:
         """Tokens as they are generated, from the first on. Leaving it early aborts the request (see `Stream`)."""
@@ -75,22 +79,25 @@ class Handle:
 
     @property
     def result(self) -> Any:
-        """vLLM's `RequestOutput`, with the final values as `.saves`: `await result`, or `result()` in a thread."""
+        """vLLM's `RequestOutput`, with the final values as `.saves`: `await result`, or `result()` in a thread.
+
+        Of a trace with invokes, the list of theirs.
+        """
         return Outcome(self._started())
 
-    def attach(self, run: Run) -> None:
+    def attach(self, job: Job) -> None:
         """This is the run, from now on."""
-        self._run = run
+        self._job = job
 
     async def cancel(self) -> None:
         """Abort the request; does nothing when it has ended."""
-        if self._run is not None:
-            self._run.cancel()
+        if self._job is not None:
+            self._job.cancel()
 
-    def _started(self) -> Run:
-        if self._run is None:
+    def _started(self) -> Job:
+        if self._job is None:
             raise OutsideBlockError("the run starts when its `with` block ends; its stream and values are there then")
-        return self._run
+        return self._job
 
     def save(self, value: Any, name: str | None = None) -> Any:
         """Mark a value to be sent home; only inside the block."""
@@ -107,8 +114,10 @@ class ProbeRun(Handle):
         self._block = block
 
     async def __aenter__(self) -> Self:
-        if self._run is None:
-            self._run = await self._launcher.alaunch(self._request, self._block)
+        if self._job is None:
+            job = planned(self._request, self._block)
+            await self._launcher.alaunch(job)
+            self.attach(job)
         return self
 
     async def __aexit__(
@@ -123,7 +132,9 @@ class ProbeRun(Handle):
         async with self:
             return await self.result
 
-    def _started(self) -> Run:
-        if self._run is None:
-            self._run = self._launcher.launch(self._request, self._block)
-        return self._run
+    def _started(self) -> Job:
+        if self._job is None:
+            job = planned(self._request, self._block)
+            self._launcher.launch(job)
+            self.attach(job)
+        return super()._started()

@@ -14,7 +14,6 @@ class Ledger:
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
-        self.history: list[dict[str, Any]] = []
         self.through = -1
         self.done = False
         self.stopped_at: int | None = None
@@ -38,17 +37,13 @@ class Ledger:
 
     def let_out(self, step: int) -> dict[str, Any]:
         """Apply the entries of `step`; returns the values that it saved."""
-        saved = self._apply(self._filed.pop(step, ()))
-        self.history.append(saved)
-        return saved
+        return self._apply(self._filed.pop(step, ()))
 
-    def close(self) -> None:
-        """No step comes any more: drop what was filed for steps without a token, apply what was saved last."""
+    def close(self) -> dict[str, Any]:
+        """No step comes any more: drop what was filed for steps without a token; returns what was saved last."""
         self._filed.clear()
         closing, self._closing = self._closing, []
-        saved = self._apply(closing)
-        if saved:
-            self.history.append(saved)
+        return self._apply(closing)
 
     def _apply(self, entries: list[Entry] | tuple[()]) -> dict[str, Any]:
         for name, operation, value in entries:

@@ -1,16 +1,39 @@
-"""What is asked of vLLM for one run."""
+"""What is asked of vLLM for one prompt."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 
 @dataclass(slots=True)
 class Request:
-    """A prompt in one of vLLM's forms, its sampling parameters, and what else `AsyncLLM.generate` takes."""
+    """A prompt in one of vLLM's forms, its sampling parameters, and what else `AsyncLLM.generate` takes.
+
+    `invoke` and `sequence` number it among those that belong together.
+    """
 
     prompt: Any
     params: Any
     lora: Any = None
     priority: int = 0
+    invoke: int = 0
+    sequence: int = 0
+
+    def on(self, prompt: Any) -> Request:
+        """The same for another prompt."""
+        return replace(self, prompt=prompt, params=copy(self.params))
+
+    def sequences(self) -> list[Request]:
+        """One request for each of the `n` sequences, with the seeds that vLLM (0.32, 0.33) gives: seed + number."""
+        if self.params.n == 1:
+            return [self]
+        return [self._sequence(number) for number in range(self.params.n)]
+
+    def _sequence(self, number: int) -> Request:
+        one = replace(self.on(dict(self.prompt)), sequence=number)
+        one.params.n = 1
+        if one.params.seed is not None:
+            one.params.seed += number
+        return one

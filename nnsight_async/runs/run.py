@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nnsight_async.errors import NotSavedError, RunCancelledError
+from nnsight_async.errors import RunCancelledError
 from nnsight_async.runs import echo, failures
+from nnsight_async.runs.job import Job
 from nnsight_async.runs.ledger import Ledger
-from nnsight_async.runs.signal import Signal
 from nnsight_async.runs.token import Token
 
 if TYPE_CHECKING:
+    from nnsight_async.capture.block import Block
     from nnsight_async.runs.frames import Frame
     from nnsight_async.runs.request import Request
 
@@ -35,24 +36,21 @@ class _Failure(NamedTuple):
     error: BaseException
 
 
-class Run:
+class Run(Job):
     """Joins the tokens of a request with the values of its steps.
 
-    The engine's loop feeds it; callers wait on `changed` from wherever they are. Token `i` is let out when the frame of
-    step `i` is there, and a value becomes visible with the token of its step.
+    Token `i` is let out when the frame of step `i` is there, and a value becomes visible with the token of its step.
     """
 
-    def __init__(self, request: Request, names: tuple[str, ...] = ()) -> None:
+    def __init__(self, request: Request, block: Block | None = None) -> None:
+        super().__init__(block.names if block is not None else ())
         self.key = next(_keys)
         self.request = request
-        self.names = names
-        self.tokens: list[Token] = []
+        self.block = block
         self.ledger = Ledger()
-        self.changed = Signal()
         self.output: Any = None
         self.error: BaseException | None = None
-        self._traceback: TracebackType | None = None
-        self.settled = False
+        self.traceback: TracebackType | None = None
         self.values_final = False
         self._pending: deque[_Drawn] = deque()
         self._finished = False
@@ -100,40 +98,35 @@ class Run:
         """End the run with `error`, which everyone who waits for it gets."""
         with self._lock:
             if not self.settled:
-                self.error, self._traceback = error, error.__traceback__
+                self.error, self.traceback = error, error.__traceback__
                 self._settle()
 
     # -- used by callers -------------------------------------------------------------------------------------------
 
-    def cancel(self) -> None:
-        """Abort the request, from any thread; what waits for it gets `RunCancelledError`."""
-        self.fail(RunCancelledError("the run was cancelled before it had ended"))
+    @property
+    def values(self) -> dict[str, Any]:
+        return self.ledger.values
 
     def warn(self) -> None:
-        """Issue what the block warned of and nobody has been told yet; called where the caller waits."""
         while self._warned:
             echo.warn(self._warned.pop(0))
 
-    def value(self, name: str) -> Any:
-        """The final value of a name, once it is there; raises the run's error, or `NotSavedError`."""
-        self.warn()
-        self.check()
-        try:
-            return self.ledger.values[name]
-        except KeyError:
-            have = ", ".join(self.ledger.values) or "nothing"
-            raise NotSavedError(f"the block ended without saving {name!r}; it saved {have}") from None
+    def final(self, name: str | None = None) -> bool:
+        return self.values_final
+
+    def failed(self, name: str | None = None) -> Run | None:
+        return None if self.error is None else self
 
     def outcome(self) -> Any:
-        """vLLM's `RequestOutput`, with the saved values as `.saves`; raises the run's error."""
         self.warn()
         self.check()
         return self.output
 
-    def check(self) -> None:
-        """Raise the run's error, if it has one, with the traceback that it came with, however often it is raised."""
-        if self.error is not None:
-            raise self.error.with_traceback(self._traceback)
+    def cancel(self) -> None:
+        self.fail(RunCancelledError("the run was cancelled before it had ended"))
+
+    def runs(self) -> Iterator[Run]:
+        yield self
 
     # -- joining ---------------------------------------------------------------------------------------------------
 
@@ -152,14 +145,15 @@ class Run:
         elif self.ledger.done and len(self.tokens) > self.ledger.through:
             self.values_final = True
         if (len(self.tokens), self.values_final) != before:
-            self.changed.notify()
+            self.tell()
 
     def _let_out(self, number: int, text: str, logprob: float | None, reason: str | None) -> None:
         index = len(self.tokens)
         saves = self.ledger.let_out(index)
         if self.ledger.stopped_at == index:
             reason = "stop"
-        self.tokens.append(Token(number, text, index, logprob, saves, reason))
+        request = self.request
+        self.take(Token(number, text, index, logprob, saves, reason, request.invoke, request.sequence))
 
     def _was_aborted(self) -> bool:
         """Whether somebody else ended the request before the worker had seen it: no frame will come."""
@@ -189,16 +183,16 @@ class Run:
         self._settle()
 
     def _settle(self) -> None:
-        if self.error is None:
-            self.ledger.close()
+        if self.error is None and (saves := self.ledger.close()):
+            self.take_last(saves)
         if self.output is not None:
             self.output.saves = self.ledger.values
-        self.settled = self.values_final = True
+        self.values_final = True
         echo.forget(self.key)
         if self._call is not None:
             self._call()
         self._call = None
-        self.changed.notify()
+        self.end()
 
 
 def _drawn(output: Any) -> list[_Drawn]:

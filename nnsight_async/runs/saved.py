@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nnsight_async.runs.run import Run
+    from nnsight_async.runs.job import Job
 
 
 class Saved:
@@ -14,76 +14,83 @@ class Saved:
 
     `await saved` gives the final value, as often as it is awaited; `saved.stream()` gives the value of each step as it
     arrives. Both raise what ended the run, if it failed; `NotSavedError` if the block ended without saving the name.
+    A name that several invokes or sequences save has a list of their values.
     """
 
-    def __init__(self, run: Run, name: str) -> None:
+    def __init__(self, job: Job, name: str) -> None:
         self.name = name
-        self._run = run
+        self._job = job.source(name)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._final().__await__()
 
     async def stream(self) -> AsyncIterator[Any]:
-        """The value of each step that saves one, in order, as soon as the step's token is there."""
-        run, at = self._run, 0
+        """The value of each step that saves one, as soon as the step's token is there.
+
+        Of several invokes or sequences, all values in the order in which they come.
+        """
+        job, at = self._job, 0
         while True:
-            await run.changed.until(lambda at=at: len(run.ledger.history) > at or run.settled)
-            if at >= len(run.ledger.history):
+            await job.changed.until(lambda at=at: len(job.history) > at or job.settled)
+            if at >= len(job.history):
                 break
-            saved = run.ledger.history[at]
+            saved = job.history[at]
             at += 1
             if self.name in saved:
                 yield saved[self.name]
-        run.check()
+        job.check(self.name)
 
     def done(self) -> bool:
         """Whether the final value, or the error that takes its place, is there."""
-        return self._run.values_final
+        return self._job.final(self.name)
 
     def result(self, timeout: float | None = None) -> Any:
         """The final value, waited for in this thread; `TimeoutError` after `timeout` seconds."""
-        if not self._run.changed.block_until(self.done, timeout):
+        if not self._job.changed.block_until(self.done, timeout):
             raise TimeoutError(f"{self.name!r} was not there after {timeout} s")
-        return self._run.value(self.name)
+        return self._job.value(self.name)
 
     def __repr__(self) -> str:
         return f"<Saved {self.name!r} {'done' if self.done() else 'pending'}>"
 
     async def _final(self) -> Any:
-        await self._run.changed.until(self.done)
-        return self._run.value(self.name)
+        await self._job.changed.until(self.done)
+        return self._job.value(self.name)
 
 
 class Saves(Mapping[str, Saved]):
     """The saved values of a run by name. `await saves` gives all final values as a dict."""
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, job: Job) -> None:
+        self._job = job
 
     def __getitem__(self, name: str) -> Saved:
-        if self._run.values_final and name not in self._run.ledger.values and name not in self._run.names:
+        if self._job.final() and name not in self._names():
             raise KeyError(name)
-        return Saved(self._run, name)
+        return Saved(self._job, name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._run.names, *self._run.ledger.values]))
+        return iter(self._names())
 
     def __len__(self) -> int:
-        return len(list(iter(self)))
+        return len(self._names())
 
     def __await__(self) -> Generator[Any, None, dict[str, Any]]:
         return self._all().__await__()
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """All final values, waited for in this thread; `TimeoutError` after `timeout` seconds."""
-        if not self._run.changed.block_until(lambda: self._run.values_final, timeout):
+        if not self._job.changed.block_until(self._job.final, timeout):
             raise TimeoutError(f"the values were not there after {timeout} s")
         return self._values()
 
     async def _all(self) -> dict[str, Any]:
-        await self._run.changed.until(lambda: self._run.values_final)
+        await self._job.changed.until(self._job.final)
         return self._values()
 
     def _values(self) -> dict[str, Any]:
-        self._run.check()
-        return dict(self._run.ledger.values)
+        self._job.check()
+        return dict(self._job.values)
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys([*self._job.names, *self._job.values]))

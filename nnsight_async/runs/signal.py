@@ -27,12 +27,16 @@ class Signal:
         for wake in waiters:
             wake()
 
+    def once(self, wake: Waiter) -> None:
+        """Call `wake` at the next `notify`, in the thread that gives it."""
+        with self._lock:
+            self._waiters.append(wake)
+
     async def until(self, holds: Callable[[], bool]) -> None:
         """Return when `holds()`; it is looked at after each `notify`."""
         while not holds():
             bell = _Bell(asyncio.get_running_loop())
-            with self._lock:
-                self._waiters.append(bell.ring)
+            self.once(bell.ring)
             if holds():
                 return
             await bell.future
@@ -42,8 +46,7 @@ class Signal:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not holds():
             event = threading.Event()
-            with self._lock:
-                self._waiters.append(event.set)
+            self.once(event.set)
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             if not holds() and not event.wait(left):
                 return False

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from nnsight_async.runs.token import Token
 
 if TYPE_CHECKING:
-    from nnsight_async.runs.run import Run
+    from nnsight_async.runs.job import Job
 
 
 class Stream:
@@ -20,8 +20,8 @@ class Stream:
     Where the stream is kept in a variable, `async with` or `aclose()` say when it is left. Each starts at token 0.
     """
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self._at = 0
 
     def __aiter__(self) -> Stream:
@@ -29,7 +29,7 @@ class Stream:
 
     async def __anext__(self) -> Token:
         try:
-            await self._run.changed.until(self._ready)
+            await self._job.changed.until(self._ready)
         except asyncio.CancelledError:
             self._leave()
             raise
@@ -52,7 +52,7 @@ class Stream:
 
     def __iter__(self) -> Iterator[Token]:
         while True:
-            self._run.changed.block_until(self._ready)
+            self._job.changed.block_until(self._ready)
             token = self._next()
             if token is None:
                 return
@@ -62,17 +62,17 @@ class Stream:
         self._leave()
 
     def _ready(self) -> bool:
-        return len(self._run.tokens) > self._at or self._run.settled
+        return len(self._job.tokens) > self._at or self._job.settled
 
     def _next(self) -> Token | None:
-        self._run.warn()
-        if self._at < len(self._run.tokens):
-            token = self._run.tokens[self._at]
+        self._job.warn()
+        if self._at < len(self._job.tokens):
+            token = self._job.tokens[self._at]
             self._at += 1
             return token
-        self._run.check()
+        self._job.check()
         return None
 
     def _leave(self) -> None:
-        if not self._run.settled:
-            self._run.cancel()
+        if not self._job.settled:
+            self._job.cancel()

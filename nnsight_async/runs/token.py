@@ -17,6 +17,8 @@ class Token:
         logprob: natural logarithm of its probability, where `logprobs=` was asked for.
         saves: values saved in its step, by name; a list or dict as it stood at the end of the step.
         finish_reason: on the last token, vLLM's reason ("length", "stop", ...); else None.
+        invoke: which of the invokes of a trace it belongs to, from 0.
+        sequence: which of the `n` sequences of its prompt it belongs to, from 0.
     """
 
     id: int
@@ -25,3 +27,5 @@ class Token:
     logprob: float | None = None
     saves: dict[str, Any] = field(default_factory=dict[str, Any])
     finish_reason: str | None = None
+    invoke: int = 0
+    sequence: int = 0

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from inspect import currentframe
+from collections.abc import Iterator
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from nnsight_async.capture.body import BodyCapture
-from nnsight_async.errors import OutsideBlockError, SurfaceError
+from nnsight_async.errors import OutsideBlockError
+from nnsight_async.interleave.tracer import ONE_PROMPT
+from nnsight_async.runs.body import Body, Ready, caller, check_awaiting_allowed, check_blocking_allowed, hidden
+from nnsight_async.runs.group import planned
 from nnsight_async.runs.handle import Handle, Launcher, settle
 from nnsight_async.runs.saved import Saved
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.tracer import Iterations
     from nnsight_async.runs.request import Request
-
-T = TypeVar("T")
 
 
 class Tracer(Handle):
@@ -53,6 +50,10 @@ class Tracer(Handle):
         """End the request at this step; only inside the block (outside: `cancel`)."""
         raise _outside("tracer.stop()")
 
+    def invoke(self, *prompt: Any, **sampling: Any) -> Any:
+        """One of several prompts; only in a trace that was given no prompt."""
+        raise ValueError(ONE_PROMPT)
+
     def __block_reference__(self) -> tuple[str, ...]:
         return ("tracer",)
 
@@ -62,7 +63,7 @@ def _outside(what: str) -> OutsideBlockError:
 
 
 class Trace:
-    """The context manager that `model.trace` returns.
+    """The context manager that `model.trace(prompt)` returns.
 
     `with` waits for the run and gives values; on a model of mode "async" it serves threads that have no event loop.
     `async with` gives `Saved` objects.
@@ -73,106 +74,46 @@ class Trace:
         self._request = request
         self._asynchronous = asynchronous
         self._tracer = Tracer(asynchronous)
-        self._capture: BodyCapture | None = None
+        self._body = Body()
 
     def __enter__(self) -> Tracer:
-        if self._asynchronous and _loop_is_running():
-            raise SurfaceError(
-                "`with model.trace(...)` blocks this thread until the run has ended, and an event loop runs in it: "
-                "write `async with model.trace(...)`"
-            )
+        check_blocking_allowed(self._asynchronous)
         self._tracer = Tracer(asynchronous=False)
-        return self._enter(_caller())
+        return self._enter(caller())
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        capture = self._left(exc_type, exc, traceback)
+        capture = self._body.left(exc_type, exc, traceback)
         if capture is None:
             return False
-        with _hidden(exc):
+        with hidden(exc):
             block = capture.block()
-            run = self._launcher.launch(self._request, block)
+            run = planned(self._request, block)
+            self._launcher.launch(run)
             self._tracer.attach(run)
             settle(run).check()
-        capture.bind({name: run.ledger.values[name] for name in block.names if name in run.ledger.values})
+        values = run.values
+        capture.bind({name: values[name] for name in block.names if name in values})
         return True
 
-    def __aenter__(self) -> _Ready[Tracer]:
-        if not self._asynchronous:
-            raise SurfaceError(
-                'this model has mode "sync": write `with model.trace(...)`, or build it with mode="async"'
-            )
-        return _Ready(self._enter(_caller()))
+    def __aenter__(self) -> Ready[Tracer]:
+        check_awaiting_allowed(self._asynchronous)
+        return Ready(self._enter(caller()))
 
     async def __aexit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        capture = self._left(exc_type, exc, traceback)
+        capture = self._body.left(exc_type, exc, traceback)
         if capture is None:
             return False
-        with _hidden(exc):
+        with hidden(exc):
             block = capture.block()
-            run = await self._launcher.alaunch(self._request, block)
+            run = planned(self._request, block)
+            await self._launcher.alaunch(run)
             self._tracer.attach(run)
         capture.bind({name: Saved(run, name) for name in block.names})
         return True
 
     def _enter(self, frame: FrameType) -> Tracer:
-        self._capture = BodyCapture(frame)
-        self._capture.skip(self._tracer)
-        return self._tracer
-
-    def _left(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> BodyCapture | None:
-        """The capture, if the body was skipped (or is empty); None if another exception is on its way."""
-        capture, self._capture = self._capture, None
-        assert capture is not None
-        ours = capture.leave(exc_type, exc, traceback)
-        return capture if ours or exc is None else None
-
-
-@contextmanager
-def _hidden(signal: BaseException | None) -> Generator[None]:
-    """Raise errors without our own signal, which ended the body, as what was being handled."""
-    try:
-        yield
-    except BaseException as error:
-        _cut(error, signal)
-        raise
-
-
-def _cut(error: BaseException | None, signal: BaseException | None) -> None:
-    while error is not None and signal is not None:
-        if error.__context__ is signal:
-            error.__context__ = None
-        error = error.__cause__ or error.__context__
-
-
-def _caller() -> FrameType:
-    """The frame that is entering our `with`: the one that called the method that calls this."""
-    frame = currentframe()
-    for _ in range(2):
-        frame = frame and frame.f_back
-    assert frame is not None
-    return frame
-
-
-def _loop_is_running() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
-class _Ready(Generic[T]):
-    """An awaitable that is there already: nothing may run between the entry and the body."""
-
-    def __init__(self, value: T) -> None:
-        self._value = value
-
-    def __await__(self) -> Generator[Any, None, T]:
-        return self._value
-        yield
+        return self._body.enter(frame, self._tracer)

@@ -1,0 +1,158 @@
+"""A trace without a prompt of its own: each invoke in its body is one, and all are submitted together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from nnsight_async.errors import OutsideBlockError
+from nnsight_async.runs.body import Body, Ready, caller, check_awaiting_allowed, check_blocking_allowed, hidden
+from nnsight_async.runs.group import Invokes, planned
+from nnsight_async.runs.handle import Launcher, settle
+from nnsight_async.runs.saved import Saved
+from nnsight_async.runs.trace import Tracer
+
+if TYPE_CHECKING:
+    from nnsight_async.capture.block import Block
+    from nnsight_async.capture.body import BodyCapture
+    from nnsight_async.runs.request import Request
+
+ABSENT: Any = object()
+"""A prompt that was not given; None is one that was, by mistake."""
+
+WRITE = (
+    "write `with model.trace(prompt) as tracer:`, or `with tracer.invoke(prompt):` once for each prompt in the body of "
+    "`with model.trace() as tracer:`"
+)
+
+Asking = Callable[[Any, Mapping[str, Any]], "Request"]
+
+
+class InvokeTracer(Tracer):
+    """What `with model.trace() as tracer` gives: its body runs as it stands, and each invoke in it is one request."""
+
+    def __init__(self, asynchronous: bool, asking: Asking) -> None:
+        super().__init__(asynchronous)
+        self._asking = asking
+        self._open = True
+        self.captured: list[Invoke] = []
+
+    def invoke(self, prompt: Any = ABSENT, **sampling: Any) -> Invoke:
+        """`with tracer.invoke(prompt, ...)`: one request, whose block is the body of this `with`.
+
+        Settings given here win over those of the trace. The tracer that it gives is of this request alone: its
+        `result`, `saves`, `stream()` and `cancel()`. Raises `ValueError` without a prompt, or for an empty one.
+        """
+        if prompt is ABSENT:
+            raise ValueError(f"tracer.invoke() needs a prompt, since its body is the block of a request: {WRITE}")
+        if not self._open:
+            raise OutsideBlockError(
+                "tracer.invoke() belongs inside the `with model.trace() as tracer:`, which has ended"
+            )
+        return Invoke(self._asking(prompt, sampling), self._asynchronous, self.captured)
+
+    def close(self, error: BaseException | None) -> list[Invoke]:
+        """The body has ended; the invokes to submit, which are none after an `error` of the body."""
+        self._open = False
+        if error is None and not self.captured:
+            raise ValueError(f"a trace without a prompt and without an invoke has nothing to run: {WRITE}")
+        if isinstance(error, OutsideBlockError):
+            error.add_note(f"this trace has no prompt, so its body is ordinary code and no block: {WRITE}")
+        return self.captured if error is None else []
+
+
+class Invoke:
+    """The context manager that `tracer.invoke` returns; it only takes the block, `with` and `async with` alike."""
+
+    def __init__(self, request: Request, asynchronous: bool, captured: list[Invoke]) -> None:
+        self.request = request
+        self.tracer = Tracer(asynchronous)
+        self.block: Block
+        self._captured = captured
+        self._capture: BodyCapture
+        self._body = Body()
+
+    def __enter__(self) -> Tracer:
+        return self._body.enter(caller(), self.tracer)
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        capture = self._body.left(exc_type, exc, traceback)
+        if capture is None:
+            return False
+        with hidden(exc):
+            self.block = capture.block()
+        self._capture = capture
+        self.request.invoke = len(self._captured)
+        self._captured.append(self)
+        return True
+
+    def __aenter__(self) -> Ready[Tracer]:
+        return Ready(self._body.enter(caller(), self.tracer))
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return self.__exit__(exc_type, exc, traceback)
+
+    def bind(self, values: Mapping[str, object]) -> None:
+        """Assign those of `values` that this invoke names to the variables around it."""
+        self._capture.bind({name: values[name] for name in self.block.names if name in values})
+
+
+class InvokeTrace:
+    """The context manager that `model.trace()` returns; `with` and `async with` as for `Trace`."""
+
+    def __init__(self, launcher: Launcher, asking: Asking, asynchronous: bool) -> None:
+        self._launcher = launcher
+        self._asking = asking
+        self._asynchronous = asynchronous
+        self._tracer = InvokeTracer(asynchronous, asking)
+
+    def __enter__(self) -> InvokeTracer:
+        check_blocking_allowed(self._asynchronous)
+        self._tracer = InvokeTracer(False, self._asking)
+        return self._tracer
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        invokes = self._tracer.close(exc)
+        if not invokes:
+            return
+        group = _group(invokes)
+        self._launcher.launch(group)
+        self._attach(group, invokes)
+        values = settle(group).values
+        for invoke in invokes:
+            invoke.bind(values)
+        group.check()
+
+    async def __aenter__(self) -> InvokeTracer:
+        check_awaiting_allowed(self._asynchronous)
+        self._tracer = InvokeTracer(True, self._asking)
+        return self._tracer
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        invokes = self._tracer.close(exc)
+        if not invokes:
+            return
+        group = _group(invokes)
+        await self._launcher.alaunch(group)
+        self._attach(group, invokes)
+        values = {name: Saved(group, name) for name in group.names}
+        for invoke in invokes:
+            invoke.bind(values)
+
+    def _attach(self, group: Invokes, invokes: list[Invoke]) -> None:
+        self._tracer.attach(group)
+        for invoke, part in zip(invokes, group.parts, strict=True):
+            invoke.tracer.attach(part)
+
+
+def _group(invokes: list[Invoke]) -> Invokes:
+    return Invokes([planned(invoke.request, invoke.block) for invoke in invokes])

@@ -1,0 +1,115 @@
+"""What comes of a run, or of several that belong together, and who waits for it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from nnsight_async.errors import NotSavedError
+from nnsight_async.runs.signal import Signal
+
+if TYPE_CHECKING:
+    from nnsight_async.runs.group import Group
+    from nnsight_async.runs.run import Run
+    from nnsight_async.runs.token import Token
+
+
+class Job(ABC):
+    """Tokens and saved values in the order in which they come.
+
+    The engine's loop fills it; callers wait on `changed`, or on `ended`, from wherever they are.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self.tokens: list[Token] = []
+        self.history: list[dict[str, Any]] = []
+        self.changed = Signal()
+        self.ended = Signal()
+        self.settled = False
+        self._whole: Group | None = None
+
+    # -- what it comes to ------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def values(self) -> dict[str, Any]:
+        """The value of each name as it stands now."""
+
+    @abstractmethod
+    def final(self, name: str | None = None) -> bool:
+        """Whether the value of `name`, or of every name, does not change any more."""
+
+    @abstractmethod
+    def failed(self, name: str | None = None) -> Run | None:
+        """The first run that failed, of those that `name`, or anything, comes from."""
+
+    @abstractmethod
+    def outcome(self) -> Any:
+        """vLLM's `RequestOutput` (of several prompts: a list), with the values as `.saves`; raises what failed."""
+
+    @abstractmethod
+    def cancel(self) -> None:
+        """Abort, from any thread; what waits gets `RunCancelledError`."""
+
+    @abstractmethod
+    def runs(self) -> Iterator[Run]:
+        """The single requests that this consists of."""
+
+    def check(self, name: str | None = None) -> None:
+        """Raise the error of a run that failed, with the traceback that it came with, however often it is raised."""
+        run = self.failed(name)
+        if run is not None and run.error is not None:
+            raise run.error.with_traceback(run.traceback)
+
+    @abstractmethod
+    def warn(self) -> None:
+        """Issue what the blocks warned of and nobody has been told yet; called where the caller waits."""
+
+    def value(self, name: str) -> Any:
+        """The final value of a name, once it is there; raises what failed, or `NotSavedError`."""
+        self.warn()
+        self.check(name)
+        values = self.values
+        if name not in values:
+            raise NotSavedError(f"the block ended without saving {name!r}; it saved {', '.join(values) or 'nothing'}")
+        return values[name]
+
+    def source(self, name: str) -> Job:
+        """The smallest part that `name` can come from."""
+        return self
+
+    # -- being filled ----------------------------------------------------------------------------------------------
+
+    def join(self, whole: Group) -> None:
+        """Pass everything on to `whole`, which this is a part of."""
+        self._whole = whole
+
+    def take(self, token: Token) -> None:
+        """A token is out, with the values of its step."""
+        self.tokens.append(token)
+        self.history.append(token.saves)
+        if self._whole is not None:
+            self._whole.take(token)
+
+    def take_last(self, saves: dict[str, Any]) -> None:
+        """Values that were saved after the last step."""
+        self.history.append(saves)
+        if self._whole is not None:
+            self._whole.take_last(saves)
+
+    def tell(self) -> None:
+        """Have everyone who waits look again."""
+        self.changed.notify()
+        if self._whole is not None:
+            self._whole.tell()
+
+    def end(self) -> None:
+        """Nothing comes any more."""
+        self.settled = True
+        self.tell()
+        self.ended.notify()
+        whole, self._whole = self._whole, None  # no cycle is left to the garbage collector
+        if whole is not None:
+            whole.part_ended()
