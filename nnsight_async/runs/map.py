@@ -148,7 +148,7 @@ class Map:
         return self._window.has_room and self._prompts.open
 
     def _has_news(self) -> bool:
-        return self._window.ready or self._may_take()
+        return self._window.ready or self._may_take() or self._is_done()
 
     def _is_done(self) -> bool:
         return self._prompts.exhausted and self._window.empty

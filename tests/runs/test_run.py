@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from nnsight_async import RunCancelledError, Saved
+from nnsight_async.capture.block import Block
 from nnsight_async.runs import failures
 from nnsight_async.runs.frames import Frame
 from nnsight_async.runs.request import Request
@@ -15,9 +16,13 @@ from nnsight_async.runs.run import Run
 from nnsight_async.runs.stream import Stream
 
 
+def block(*names: str) -> Block:
+    return Block(b"", names, "file.py", 1, "function")
+
+
 @pytest.fixture
 def run() -> Run:
-    return Run(Request({"prompt_token_ids": [1, 2]}, None), ("x",))
+    return Run(Request({"prompt_token_ids": [1, 2]}, None), block("x"))
 
 
 def output(*ids: int, finished: bool = False, text: str | None = None) -> Any:
@@ -134,7 +139,7 @@ async def test_waiting_in_a_loop_and_in_a_thread(run):
     run.feed_output(output(7))
     assert await in_loop == await in_thread == await saved == "a"
     with pytest.raises(TimeoutError):
-        Saved(Run(run.request, ("y",)), "y").result(timeout=0)
+        Saved(Run(run.request, block("y")), "y").result(timeout=0)
 
 
 async def test_a_stream_that_dies_aborts_its_run_and_one_that_ended_does_not(run):
