@@ -16,7 +16,7 @@ from nnsight_async.engine.blueprint import build_manifest
 from nnsight_async.engine.engine import Engine, Limits
 from nnsight_async.engine.guard import check_main_guard
 from nnsight_async.engine.prompts import is_several, vllm_prompt
-from nnsight_async.engine.sampling import sampling_params
+from nnsight_async.engine.sampling import settings
 from nnsight_async.engine.settings import engine_settings
 from nnsight_async.errors import EngineClosedError, UnsupportedError
 from nnsight_async.runs.body import caller
@@ -33,7 +33,6 @@ from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
 
 Mode = Literal["sync", "async"]
-LATER = ("edits", "serve", "api_key")
 MAX_SAVE_BYTES = 1 << 30
 BLOCK_TIMEOUT = 60.0
 
@@ -186,7 +185,7 @@ class VLLM(ModelView):
         `progress` shows a bar, if this is a terminal. The error of a prompt ends the iteration, unless
         `return_errors` has it come as a result.
         """
-        asked, block = self._settings_of(sampling, "map()"), from_function(probe)
+        asked, block = settings(sampling, "map()"), from_function(probe)
         return Map(
             self,
             prompts,
@@ -207,7 +206,7 @@ class VLLM(ModelView):
             raise ValueError("generate() needs prompts, unless it stands in a `with`")
         if prompts is ABSENT or (entered and self.mode == "sync"):
             return self._trace(prompts, sampling, "generate()")
-        asked = self._settings_of(sampling, "generate()")
+        asked = settings(sampling, "generate()")
         several = prompts if is_several(prompts) else [prompts]
         requests = [asked.on(vllm_prompt(prompt, self._chat)) for prompt in several]
         generation = Generation(self, requests, self.mode == "async")
@@ -262,24 +261,15 @@ class VLLM(ModelView):
         asynchronous = self.mode == "async"
         if prompt is not ABSENT:
             return Trace(self, self._request(prompt, sampling, what), asynchronous)
-        self._settings_of(sampling, what)  # an error belongs here, and not to the first invoke
+        settings(sampling, what)  # an error belongs here, and not to the first invoke
         return InvokeTrace(
             self, lambda prompt, own: self._request(prompt, {**sampling, **own}, "invoke()"), asynchronous
         )
 
     def _request(self, prompt: Any, options: Mapping[str, Any], what: str) -> Request:
-        request = self._settings_of(options, what)
+        request = settings(options, what)
         request.prompt = vllm_prompt(prompt, self._chat)
         return request
-
-    def _settings_of(self, options: Mapping[str, Any], what: str) -> Request:
-        """A request that still has no prompt."""
-        sampling = dict(options)
-        for name in LATER:
-            if sampling.pop(name, None) is not None:
-                raise UnsupportedError(f"{name}= is not supported yet")
-        lora, priority = sampling.pop("lora_request", None), sampling.pop("priority", 0)
-        return Request(None, sampling_params(sampling, what=what), lora, priority)
 
     def _chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

@@ -1,4 +1,4 @@
-"""Sampling parameters of a run, from keyword arguments."""
+"""What is asked of a run beside its prompt, from keyword arguments."""
 
 from __future__ import annotations
 
@@ -9,12 +9,25 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from nnsight_async.engine.settings import check_names
+from nnsight_async.errors import UnsupportedError
+from nnsight_async.runs.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
 ALIASES = {"max_new_tokens": "max_tokens"}
+LATER = ("edits", "serve", "api_key")
 OBJECTS = ("extra_args", "output_kind", "prompt_logprob_token_ids", "repetition_detection", "structured_outputs")
+
+
+def settings(given: Mapping[str, Any], what: str) -> Request:
+    """A request without a prompt, from the keywords of `trace` and the like; raises as `sampling_params` does."""
+    sampling = dict(given)
+    for name in LATER:
+        if sampling.pop(name, None) is not None:
+            raise UnsupportedError(f"{name}= is not supported yet")
+    lora, priority = sampling.pop("lora_request", None), sampling.pop("priority", 0)
+    return Request(None, sampling_params(sampling, what=what), lora, priority)
 
 
 def sampling_params(given: Mapping[str, Any], *, what: str = "trace()") -> Any:
