@@ -215,9 +215,10 @@ class VLLM(ModelView):
     def stats(self) -> Any:
         """What runs hold now: a dict of counts, zero when nothing goes on; in async mode, `await model.stats()`.
 
-        `client_runs` and `client_tasks` in this process; `runs`, `waiting` and `entered` (blocks, locations waited for,
-        modules that report) in the worker, where `reports` counts what modules have reported since the start. `runner`
-        names the adapter in use. Raises `EngineClosedError` where there is no engine.
+        `client_runs` and `client_tasks` in this process; `runs`, `waiting`, `entered` and `watched` (blocks, locations
+        waited for, modules that report, modules whose operations do) in the worker, where `reports` counts what modules
+        have reported since the start. `runner` names the adapter in use. Raises `EngineClosedError` where there is no
+        engine.
         """
         if self._engine is None:
             raise EngineClosedError("the engine has not been built yet: call dispatch() first")

@@ -74,6 +74,10 @@ class BlockRun:
         self.waits: Location | StepStart | None = StepStart(0)
         self.visit: Visit | None = None
         self.clock = -1
+        self.place: Location | None = None
+        """The operation that this run has visited last in this step."""
+        self.looks_inside = False
+        """Whether the block uses `.source`."""
         self._timeout = timeout
         self._interleaver = interleaver
         self._greenlet = BlockGreenlet(self._main)
@@ -90,7 +94,7 @@ class BlockRun:
         """A forward pass with new rows of this run begins."""
         self.step += 1
         self.clock = -1
-        self.visit = None
+        self.place = self.visit = None
         if isinstance(self.waits, StepStart) and self.waits.number <= self.step:
             self.resume()
 
@@ -239,11 +243,20 @@ class BlockRun:
     def _check(self, event: Location, asked: Location) -> None:
         if self.ended:
             raise GenerationEndedError(f"{asked} was asked for after the last step of the generation")
-        if self._interleaver.order.after(event, self.clock) is None:
+        if event.operation:
+            self._interleaver.sites.check(event)
+            self.looks_inside = True
+        if self._passed(event):
             raise OutOfOrderError(
                 f"{asked} has already been passed in step {self.step}: a block reads locations in the order in which "
                 "the model computes them; read it earlier, or in the next step of `for step in tracer.iter[:]`"
             )
+
+    def _passed(self, event: Location) -> bool:
+        order, inside = self._interleaver.order, self._interleaver.sites.inside
+        if order.after(event, self.clock) is None:
+            return True
+        return bool(event.operation) and order.once(event.path) and inside.passed(event, self.place)
 
     def _park(self, wanted: Location | StepStart) -> Any:
         self.waits = wanted

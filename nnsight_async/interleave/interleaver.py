@@ -10,6 +10,7 @@ import torch
 from nnsight_async.errors import LocationError, NotComputedError, ShapeError, SplitPromptError, UnsupportedError
 from nnsight_async.interleave.block import PATIENCE, BlockRun
 from nnsight_async.interleave.cache import Cache
+from nnsight_async.interleave.foresight import speaks_of_source
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Kind, Location, expression
 from nnsight_async.interleave.modes import Modes
 from nnsight_async.interleave.order import Order
@@ -88,8 +89,7 @@ class Interleaver:
         if self.running:
             return value
         self.modes = Modes.now()
-        runs = self.waiting.pop(event)
-        self._release(event)
+        runs = self._leave(event)
         slab = Slab(value, self._batch, event, [self._spans[run] for run in runs])
         for run in self._log.replaying(event):
             self._replay(run, event, slab)
@@ -102,6 +102,14 @@ class Interleaver:
         if collecting or self._log.replaying(event):
             self._want(event)
         return written
+
+    def refuse(self, event: Location, error: Exception) -> None:
+        """What is called in the forward pass now turns out not to have `event`."""
+        if not self.running:
+            self.modes = Modes.now()
+            for run in self._leave(event):
+                run.throw(error)
+                self._enlist(run)
 
     def end_step(self) -> None:
         """The forward pass and the sampling are over."""
@@ -142,7 +150,7 @@ class Interleaver:
         kind = "inputs" if location.kind == "input" else location.kind
         if path == location.path and kind == location.kind:
             return location
-        return Location(path, kind)
+        return Location(path, kind, location.operation)
 
     def events_of(self, modules: Iterable[Any] | None, include_inputs: bool) -> list[Location]:
         """The events at which the modules (or their paths; None: all that are called) return, or are entered too."""
@@ -179,6 +187,8 @@ class Interleaver:
     # -- the turns -------------------------------------------------------------------------------------------------
 
     def _begin(self, run: BlockRun, span: Span) -> None:
+        if run.step < 0:
+            run.looks_inside = speaks_of_source(run.program)
         if run.step < 0 and (span.position or span.rows < run.prompt_rows):
             run.fail(_split(run, span))
         run.position = span.position + span.replayed + span.rows
@@ -191,6 +201,8 @@ class Interleaver:
         passed = self.order.after(event, run.clock)
         if passed is not None and passed > run.clock:
             run.clock = passed
+        if event.operation:
+            run.place = event
         visit = run.visit = Visit(event, slab, span)
         run.resume()
         self._commit(run, visit)
@@ -253,7 +265,7 @@ class Interleaver:
             self._forget(run)
             error = NotComputedError(
                 f"{event} did not come in step {run.step}: the forward pass ended without it after the last location "
-                "that this block had read (it lies before that one, or the model did not use the module in this step)"
+                "that this block had read (it lies before that one, or the model did not come to it in this step)"
             )
             run.throw(error)
             self._enlist(run)
@@ -265,22 +277,34 @@ class Interleaver:
     def _enlist(self, run: BlockRun) -> None:
         if isinstance(run.waits, Location) and not run.finished:
             self._want(run.waits).append(run)
+            if run.looks_inside:
+                self.sites.watch(run.waits)
+
+    def _leave(self, event: Location) -> list[BlockRun]:
+        runs = self.waiting.pop(event)
+        for run in runs:
+            if run.looks_inside:
+                self.sites.rest(event)
+        self._release(event)
+        return runs
 
     def _want(self, event: Location) -> list[BlockRun]:
         runs = self.waiting.get(event)
         if runs is None:
             runs = self.waiting[event] = []
             if event.in_model:
-                self.sites.want(event.path)
+                self.sites.want(event)
         return runs
 
     def _release(self, event: Location) -> None:
         if event.in_model:
-            self.sites.release(event.path)
+            self.sites.release(event)
 
     def _forget(self, run: BlockRun) -> None:
         if isinstance(run.waits, Location) and run in self.waiting.get(run.waits, ()):
             self.waiting[run.waits].remove(run)
+            if run.looks_inside:
+                self.sites.rest(run.waits)
             self._drop(run.waits)
 
     def _drop(self, event: Location) -> None:

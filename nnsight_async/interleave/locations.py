@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-RESERVED = frozenset({"output", "input", "inputs"})
+RESERVED = frozenset({"output", "input", "inputs", "source"})
 
 Kind = Literal["output", "input", "inputs", "logits", "samples"]
 
 
 class Location(NamedTuple):
-    """A place in the forward pass: the `kind` of value at the module called `path`."""
+    """A place in the forward pass: the `kind` of value at the module called `path`.
+
+    With an `operation`, the value is that of a call inside the module's forward: `attn_0`, or `attn_0/softmax_0` for a
+    call inside the function that `attn_0` calls.
+    """
 
     path: str
     kind: Kind
+    operation: str = ""
 
     def __str__(self) -> str:
-        return f"{expression(self.path)}.{self.kind}"
+        return ".".join([expression(self.path), *self._inside(), self.kind])
+
+    def _inside(self) -> list[str]:
+        return [f"source.{name}" for name in self.operation.split("/")] if self.operation else []
 
     @property
     def in_model(self) -> bool:

@@ -20,6 +20,7 @@ class Order:
             self._indices[Location(path, "inputs")] = indices
         for path, indices in exits.items():
             self._indices[Location(path, "output")] = indices
+        self._calls = {path: tuple(zip(indices, exits[path], strict=True)) for path, indices in entries.items()}
 
     def called(self) -> list[str]:
         """Paths of the modules that a forward pass calls."""
@@ -27,8 +28,24 @@ class Order:
 
     def after(self, event: Location, clock: int) -> int | None:
         """Index of the next passage after `clock`; None when the last has gone by, UNKNOWN when none was recorded."""
+        if event.operation:
+            return self._during(event, clock)
         indices = self._indices.get(event)
         if not indices:
             return UNKNOWN
         at = bisect_right(indices, clock)
         return indices[at] if at < len(indices) else None
+
+    def once(self, path: str) -> bool:
+        """Whether a pass is known to call the module at `path` once."""
+        return len(self._calls.get(path, ())) == 1
+
+    def _during(self, event: Location, clock: int) -> int | None:
+        """Operations are not recorded: their passages lie somewhere in the calls of their module.
+
+        The index is the earliest that the next one can have, which is `clock` itself during a call.
+        """
+        calls = self._calls.get(event.path)
+        if not calls:
+            return UNKNOWN
+        return next((max(entry, clock) for entry, exit_ in calls if exit_ > clock), None)

@@ -50,36 +50,35 @@ class Batch:
 
 @dataclass(slots=True)
 class Private:
-    """What one run was handed: its copy of a value, and the tensors in it with the changes that have been dealt with.
+    """What one run was handed: its copy of a value, and by path the tensors in it with the changes dealt with so far.
 
     Copies are made outside inference mode, because only ordinary tensors count their in-place changes, from 0 on
     (`torch.Tensor._version`, torch 2.13).
     """
 
     value: Any = None
-    tensors: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    versions: list[int] = field(default_factory=list[int])
+    tensors: dict[Path, torch.Tensor] = field(default_factory=dict["Path", torch.Tensor])
+    versions: dict[Path, int] = field(default_factory=dict["Path", int])
 
-    def add(self, tensor: torch.Tensor) -> None:
-        self.tensors.append(tensor)
-        self.versions.append(0)
+    def add(self, path: Path, tensor: torch.Tensor) -> None:
+        self.tensors[path] = tensor
+        self.versions[path] = 0
 
     def watches(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of the copies."""
-        return any(tensor is mine for mine in self.tensors)
+        return any(tensor is mine for mine in self.tensors.values())
 
     def changed(self) -> bool:
         """Whether a copy was changed in place since `settle`."""
-        return any(tensor._version != version for tensor, version in zip(self.tensors, self.versions, strict=True))
+        return any(tensor._version != self.versions[path] for path, tensor in self.tensors.items())
 
     def settle(self) -> None:
         """The changes made so far have been dealt with."""
-        self.versions = [tensor._version for tensor in self.tensors]
+        self.versions = {path: tensor._version for path, tensor in self.tensors.items()}
 
-    def untouched(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` is one of the copies and was not changed since `settle`."""
-        pairs = zip(self.tensors, self.versions, strict=True)
-        return any(tensor is mine and tensor._version == version for mine, version in pairs)
+    def untouched(self, path: Path, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` is the copy that is at `path`, and was not changed since `settle`."""
+        return tensor is self.tensors.get(path) and tensor._version == self.versions[path]
 
 
 class Slab:
@@ -104,14 +103,14 @@ class Slab:
         if self._source is None:
             self._source = self.value
         private = Private()
-        private.value = self._copy(self._source, span, private)
+        private.value = self._copy(self._source, span, private, ())
         return private
 
     def original(self, span: Span) -> Any:
         """The rows of `span` as they were before any block had changed them."""
         source = self.value if self._source is None else self._source
         with torch.inference_mode(False):
-            return self._copy(source, span, Private())
+            return self._copy(source, span, Private(), ())
 
     def take_finished(self, span: Span) -> Private:
         """A private copy of the rows of `span` with all that `finish` has written."""
@@ -142,16 +141,18 @@ class Slab:
         self._writes.clear()
         return self.value
 
-    def _copy(self, value: Any, span: Span, private: Private) -> Any:
+    def _copy(self, value: Any, span: Span, private: Private, path: Path) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._copy_tensor(value, span, private)
+            return self._copy_tensor(value, span, private, path)
         if isinstance(value, (tuple, list)):
-            return _rebuild(value, [self._copy(item, span, private) for item in cast("list[Any]", value)])
+            items = enumerate(cast("list[Any]", value))
+            return _rebuild(value, [self._copy(item, span, private, (*path, index)) for index, item in items])
         if isinstance(value, Mapping):
-            return {key: self._copy(item, span, private) for key, item in cast("Mapping[Any, Any]", value).items()}
+            pairs = cast("Mapping[Any, Any]", value).items()
+            return {key: self._copy(item, span, private, (*path, key)) for key, item in pairs}
         return value
 
-    def _copy_tensor(self, tensor: torch.Tensor, span: Span, private: Private) -> torch.Tensor:
+    def _copy_tensor(self, tensor: torch.Tensor, span: Span, private: Private, path: Path) -> torch.Tensor:
         copies = self._copies.get(id(tensor))
         if copies is None:
             copies = self._copies[id(tensor)] = {} if self._whole(tensor) else _copies(tensor, self._spans)
@@ -159,7 +160,7 @@ class Slab:
         if copy is None:  # a tensor without rows, or one that stands twice in the value
             with torch.inference_mode(False):
                 copy = tensor.clone() if self._whole(tensor) else tensor[span.start : span.stop].clone()
-        private.add(copy)
+        private.add(path, copy)
         return copy
 
     def _whole(self, tensor: torch.Tensor) -> bool:
@@ -183,7 +184,7 @@ class Slab:
         written: Written,
     ) -> None:
         if isinstance(ours, torch.Tensor):
-            if not (isinstance(given, torch.Tensor) and private is not None and private.untouched(given)):
+            if not (isinstance(given, torch.Tensor) and private is not None and private.untouched(path, given)):
                 written.append((path, self._checked_tensor(ours, given, span)))
         elif isinstance(ours, (tuple, list)):
             items = cast("list[Any]", ours)
@@ -290,7 +291,7 @@ def copied(value: Any, rows: Mapping[Path, torch.Tensor], private: Private, path
     """A copy of a private value, with `rows` in place of the tensors at their paths."""
     if isinstance(value, torch.Tensor):
         copy = rows.get(path, value).clone()
-        private.add(copy)
+        private.add(path, copy)
         return copy
     if isinstance(value, (tuple, list)):
         items = enumerate(cast("list[Any]", value))

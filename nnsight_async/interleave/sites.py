@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from nnsight_async.interleave.inside import Inside, Listener
 from nnsight_async.interleave.locations import Location
-
-
-class Listener(Protocol):
-    """What is told of values that pass."""
-
-    waiting: dict[Location, Any]
-
-    def fire(self, event: Location, value: Any) -> Any: ...
 
 
 class Sites:
@@ -29,10 +22,12 @@ class Sites:
     def __init__(self, root: torch.nn.Module, listener: Listener) -> None:
         self._modules = dict(root.named_modules(remove_duplicate=False))
         self._listener = listener
+        self.inside = Inside(listener)
         self._wanted: dict[str, int] = {}
         self._chains: dict[str, tuple[str, ...]] = {}
         self._previous: dict[str, Any] = {}
         self._reporting: dict[str, Callable[..., Any]] = {}
+        self._own: dict[str, Callable[..., Any]] = {}
         self.reports = 0
         """How often a module's reporting `forward` has run."""
 
@@ -44,23 +39,41 @@ class Sites:
     def module(self, path: str) -> torch.nn.Module | None:
         return self._modules.get(path)
 
-    def want(self, path: str) -> None:
-        """Someone waits at `path`: enter it and its ancestors."""
-        for link in self._chain(path):
+    def want(self, event: Location) -> None:
+        """Someone waits at `event`: enter its module and the ancestors."""
+        if event.operation:
+            self.inside.want(event)
+        for link in self._chain(event.path):
             count = self._wanted.get(link, 0)
             self._wanted[link] = count + 1
             if not count:
                 self._enter(link)
 
-    def release(self, path: str) -> None:
-        """One who waited at `path` does no more."""
-        for link in self._chain(path):
+    def release(self, event: Location) -> None:
+        """One who waited at `event` does no more."""
+        if event.operation:
+            self.inside.release(event)
+        for link in self._chain(event.path):
             count = self._wanted[link] - 1
             if count:
                 self._wanted[link] = count
             else:
                 del self._wanted[link]
                 self._leave(link)
+
+    def watch(self, event: Location) -> None:
+        """A block that uses `.source` waits at `event`, and may next ask for operations of what runs meanwhile."""
+        for link in self._chain(event.path):
+            self.inside.watch(link)
+
+    def rest(self, event: Location) -> None:
+        """A block that uses `.source` does not wait at `event` any more."""
+        for link in self._chain(event.path):
+            self.inside.rest(link)
+
+    def check(self, event: Location) -> None:
+        """Raise `UnreadableError` or `LocationError` for an operation that cannot come."""
+        self.inside.check(event, self._inner(event.path))
 
     def _chain(self, path: str) -> tuple[str, ...]:
         chain = self._chains.get(path)
@@ -88,16 +101,22 @@ class Sites:
             reporting = self._reporting[path] = self._make(path)
         return reporting
 
+    def _inner(self, path: str) -> Callable[..., Any]:
+        """The forward that the module has of its own, which is asked for before it is entered the first time."""
+        inner = self._own.get(path)
+        if inner is None:
+            inner = self._own[path] = self._modules[path].forward
+        return inner
+
     def _make(self, path: str) -> Callable[..., Any]:
-        module, listener = self._modules[path], self._listener
-        inner = module.__dict__.get("forward") or module.forward
+        listener, inside, inner = self._listener, self.inside, self._inner(path)
         entry, exit_ = Location(path, "inputs"), Location(path, "output")
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self.reports += 1
             if entry in listener.waiting:
                 args, kwargs = listener.fire(entry, (args, kwargs))
-            output = inner(*args, **kwargs)
+            output = inside.forward(path, inner)(*args, **kwargs)
             if exit_ in listener.waiting:
                 output = listener.fire(exit_, output)
             return output

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 DRAINED_WITHIN = 30.0  # seconds
-HELD = ("client_runs", "client_tasks", "runs", "waiting", "entered")
+HELD = ("client_runs", "client_tasks", "runs", "waiting", "entered", "watched")
 
 
 def tiny_engine_args() -> dict[str, Any]:

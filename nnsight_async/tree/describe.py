@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nnsight_async.tree.listing import Listing
 from nnsight_async.tree.manifest import Manifest, ModuleInfo, ParameterInfo, join
 from nnsight_async.tree.reading import unreadable_because
 from nnsight_async.tree.sharding import shapes
@@ -29,8 +30,10 @@ def describe(
     """
     paths = {id(module): paths for module, paths in paths_by_module(model)}
     known = dict(walk(model))
-    modules = {path: _module(path, module, paths[id(module)], known, calls) for path, module in known.items()}
-    return Manifest(repo=repo, vllm_version=vllm_version, modules=modules, recorded=calls is not None)
+    listing = Listing()
+    modules = {path: _module(path, module, paths[id(module)], known, calls, listing) for path, module in known.items()}
+    recorded = calls is not None
+    return Manifest(repo=repo, vllm_version=vllm_version, modules=modules, recorded=recorded, sources=listing.sources)
 
 
 def _module(
@@ -39,11 +42,13 @@ def _module(
     paths: tuple[str, ...],
     known: Mapping[str, torch.nn.Module],
     calls: Mapping[str, Calls] | None,
+    listing: Listing,
 ) -> ModuleInfo:
     entries, exits = NEVER if calls is None else calls.get(path, NEVER)
     called = None if calls is None else bool(entries)
     reason = unreadable_because(path, module, paths, called=called)
     cls = type(module)
+    source, sourceless = listing.forward(module)
     return ModuleInfo(
         path=path,
         cls=cls.__name__,
@@ -60,6 +65,8 @@ def _module(
         alias_of=None if path == paths[0] else paths[0],
         aliases=paths[1:] if path == paths[0] else (),
         torch_hooks=cls.__call__ is torch.nn.Module.__call__,
+        source=source,
+        sourceless=sourceless,
     )
 
 

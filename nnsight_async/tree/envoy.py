@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
 from nnsight_async.errors import LocationError, UnreadableError
 from nnsight_async.interleave.context import current, running
 from nnsight_async.interleave.locations import Location, expression
+from nnsight_async.interleave.refusals import unreadable
 from nnsight_async.tree import residual
 from nnsight_async.tree.heads import Heads, heads_below
 from nnsight_async.tree.manifest import join
 from nnsight_async.tree.names import missing
 from nnsight_async.tree.render import as_html, as_text
+from nnsight_async.tree.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -110,6 +112,11 @@ class Envoy:
         """The heads of the attention layer in this module: `heads[i].output`, `.q`, `.k`, `.v`."""
         return self._seen(lambda: heads_below(self._manifest, self._path))
 
+    @property
+    def source(self) -> Source:
+        """The operations inside the module's forward; `UnreadableError` where that is not Python."""
+        return self._seen(self._sourced)
+
     def skip(self, value: Any) -> None:
         """Have `value` be what the module returns for this run's rows, whatever it would compute.
 
@@ -155,6 +162,13 @@ class Envoy:
         if self._unreadable is not None:
             raise self._refusal()
         current().write(location, value)
+
+    def _sourced(self) -> Source:
+        info = self._info
+        if info.source is None:
+            raise UnreadableError(unreadable(f"{expression(self._path)}.source", info.sourceless))
+        refusal = None if self._unreadable is None else str(self._refusal())
+        return Source(self._manifest, self._path, "", info.source, refusal)
 
     def _refuse(self) -> NoReturn:
         raise self._refusal()

@@ -9,7 +9,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FORMAT = 1  # part of every cache key: raise it when a field changes
+FORMAT = 2  # part of every cache key: raise it when a field changes
 
 
 class ParameterInfo(msgspec.Struct, frozen=True):
@@ -29,6 +29,29 @@ class ParameterInfo(msgspec.Struct, frozen=True):
     def sharded(self) -> bool:
         """Whether this rank holds a part of the tensor only."""
         return self.full_shape != self.shape
+
+
+class OperationInfo(msgspec.Struct, frozen=True):
+    """A call in the body of a function: its name, the line of its file, and what is written before the parenthesis.
+
+    `inside` is the key of the function that is called, where that is listed too; `reason` says why a callee has no
+    operations. Neither is given where what is called is known only when it runs.
+    """
+
+    name: str
+    line: int
+    callee: str
+    inside: str | None = None
+    reason: str | None = None
+
+
+class SourceInfo(msgspec.Struct, frozen=True):
+    """A function that some module has as its forward, or that is called in one: where it is, its text and its calls."""
+
+    name: str
+    first_line: int
+    text: str
+    operations: tuple[OperationInfo, ...] = ()
 
 
 class ModuleInfo(msgspec.Struct, frozen=True):
@@ -56,6 +79,10 @@ class ModuleInfo(msgspec.Struct, frozen=True):
     aliases: tuple[str, ...] = ()
     torch_hooks: bool = True
     """Whether the class goes through `torch.nn.Module.__call__`, so that forward hooks fire."""
+    source: str | None = None
+    """The key of the module's forward among the `sources` of the manifest."""
+    sourceless: str = ""
+    """Why there is none."""
 
     @property
     def name(self) -> str:
@@ -66,7 +93,8 @@ class ModuleInfo(msgspec.Struct, frozen=True):
 class Manifest(msgspec.Struct, frozen=True):
     """The tree of one model: `modules` by path in the order of `named_modules`, the root under `""`.
 
-    `recorded` says whether `entries` and `exits` are known, and with them which modules a forward pass calls.
+    `recorded` says whether `entries` and `exits` are known, and with them which modules a forward pass calls. `sources`
+    has every function once, however many modules have it as their forward.
     """
 
     repo: str
@@ -74,6 +102,7 @@ class Manifest(msgspec.Struct, frozen=True):
     modules: dict[str, ModuleInfo]
     recorded: bool = False
     renames: dict[str, str] = {}
+    sources: dict[str, SourceInfo] = {}
 
     def renamed(self, renames: Mapping[str, str]) -> Manifest:
         """With other names for modules: `{"model.layers": "layers"}` for one path, `{"self_attn": "attn"}` for every

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
     from nnsight_async.tree.envoy import Envoy
+    from nnsight_async.tree.source import Source
     from nnsight_async.worker.composition import Composition
     from nnsight_async.worker.outbox import Outbox
 
@@ -117,6 +118,11 @@ class Blocks:
                 return run.tracer
             case ("module", path):
                 return envoy_at(self.interleaver.model.tree, path)
+            case ("source", path, operation):
+                return _source_at(envoy_at(self.interleaver.model.tree, path), operation)
+            case ("operation", path, operation):
+                outer, _, name = operation.rpartition("/")
+                return _source_at(envoy_at(self.interleaver.model.tree, path), outer)[name]
             case _:
                 raise ValueError(f"unknown reference {reference!r}")
 
@@ -126,6 +132,13 @@ def envoy_at(root: Envoy, path: str) -> Envoy:
     for part in path.split(".") if path else ():
         envoy = envoy[part]
     return envoy
+
+
+def _source_at(envoy: Envoy, operation: str) -> Source:
+    source = envoy.source
+    for name in operation.split("/") if operation else ():
+        source = source[name].source
+    return source
 
 
 def _span(run: BlockRun, start: int, stop: int, computed: int) -> Span:

@@ -81,6 +81,7 @@ class BlockWorker:
             "runs": self.nnsight_blocks.live,
             "waiting": len(interleaver.waiting),
             "entered": interleaver.sites.entered,
+            "watched": interleaver.sites.inside.watched,
             "reports": interleaver.sites.reports,
         }
 
