@@ -11,9 +11,12 @@ Probe = Callable[[Any, Any], object]
 
 
 def probe(model: Any, work: Work) -> Probe:
-    """The block of a column, for whatever the model calls its decoder layers."""
+    """The block of a column, for whatever the model calls its decoder layers; "edit" adds to one layer in place."""
     layers = _layers(model)
-    return _one(layers[len(layers) // 2]) if work == "one" else _every(layers)
+    middle = layers[len(layers) // 2]
+    if work == "edit":
+        return _edit(middle)
+    return _one(middle) if work == "one" else _every(layers)
 
 
 def _one(layer: Any) -> Probe:
@@ -31,6 +34,14 @@ def _every(layers: list[Any]) -> Probe:
                 tracer.save(_hidden(layer.output), f"hidden.{number}")
 
     return every
+
+
+def _edit(layer: Any) -> Probe:
+    def edit(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            _hidden(layer.output)[:] += 1
+
+    return edit
 
 
 def _hidden(output: Any) -> Any:

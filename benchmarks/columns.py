@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 EngineKind = Literal["plain", "graphs", "ours"]
-Work = Literal["plain", "idle", "one", "every"]
+Work = Literal["plain", "idle", "one", "every", "edit"]
 
 
 @dataclass(frozen=True, slots=True)

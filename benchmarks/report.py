@@ -33,7 +33,7 @@ def table(measured: Measured, options: Options) -> str:
     """Tokens per second as a ratio to the baseline, and milliseconds per step, by column and number of requests."""
     header = ["requests", "column", "tokens/s", f"of {BASELINE}", "ms per step", "spread", "us per request and step"]
     rows = [_row(measured, name, requests) for requests in options.requests for name in measured.columns]
-    return _markdown(header, rows)
+    return markdown(header, rows)
 
 
 def _row(measured: Measured, name: str, requests: int) -> Row:
@@ -58,7 +58,7 @@ def profile_table(measured: Measured, options: Options) -> str:
     for (name, requests), profile in measured.profiles.items():
         flat, share = _flat(profile), 1e6 / (requests * options.steps)
         rows.append([str(requests), name, *(f"{flat[part] * share:.1f}" if part in flat else "" for part in parts)])
-    return _markdown(["requests", "column", *parts], rows)
+    return markdown(["requests", "column", *parts], rows)
 
 
 def _flat(profile: dict[str, Any]) -> dict[str, float]:
@@ -81,7 +81,8 @@ def write_json(path: Path, measured: Measured, options: Options) -> None:
     path.write_text(json.dumps(content, indent=1, default=str) + "\n")
 
 
-def _markdown(header: Row, rows: Iterable[Row]) -> str:
+def markdown(header: Row, rows: Iterable[Row]) -> str:
+    """A table whose second column is text and whose others are numbers."""
     lines = [list(header), *map(list, rows)]
     widths = [max(len(line[at]) for line in lines) for at in range(len(header))]
     texts = [f"| {' | '.join(map(_cell, line, widths, range(len(header))))} |" for line in lines]
