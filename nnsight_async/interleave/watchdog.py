@@ -19,7 +19,7 @@ class Expired(BaseException):
 class Watchdog:
     """Raises `Expired` in the thread of the forward pass when a turn of a block takes longer than it may.
 
-    Only Python code can be interrupted so: a block that hangs in one call of C goes on hanging. `end` takes back an
+    Only Python code can be interrupted so: a block that hangs in one call of C goes on hanging. `end` swallows an
     exception that has not been raised yet, so that none ever reaches code outside the turn; whoever calls `begin` and
     `end` catches one that is raised between the two, `end` itself included.
     """
@@ -45,9 +45,9 @@ class Watchdog:
         """The turn is over."""
         with self._lock:
             self._deadline = float("inf")
-            if self._struck:
-                self._struck = False
-                _raise_in(self._model_thread, None)
+            struck, self._struck = self._struck, False
+        if struck:
+            _swallow()
 
     def close(self) -> None:
         """End the watching thread."""
@@ -62,6 +62,19 @@ class Watchdog:
                     _raise_in(self._model_thread, Expired)
 
 
+def _swallow() -> None:
+    """Have an exception that is on its way to this thread raised here.
+
+    It is not taken back with a null exception: CPython 3.11 then goes on seeing something to handle for ever, and a
+    function that is entered under a trace function never gets past its first instruction.
+    """
+    try:
+        for _ in range(1000):  # each time around the interpreter looks for it
+            pass
+    except Expired:
+        pass
+
+
 def timeout_error(seconds: float) -> BlockTimeoutError:
     return BlockTimeoutError(
         f"the block ran for more than {seconds:g} s without coming to its next location; build the model with a larger "
@@ -69,7 +82,6 @@ def timeout_error(seconds: float) -> BlockTimeoutError:
     )
 
 
-def _raise_in(thread: int, exception: type[BaseException] | None) -> None:
-    """Have `exception` raised in `thread` at its next bytecode, or take back one that has not been raised yet."""
-    raised = ctypes.py_object(exception) if exception is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
+def _raise_in(thread: int, exception: type[BaseException]) -> None:
+    """Have `exception` raised in `thread` when it next looks for something to handle."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(exception))

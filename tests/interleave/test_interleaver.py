@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import warnings
 
 import torch
@@ -253,6 +254,25 @@ def test_an_endless_loop_is_ended():
     assert isinstance(one.error, BlockTimeoutError)
     assert isinstance(two.error, BlockTimeoutError)
     torch.testing.assert_close(got[9], bench.model(other)[-1])
+
+
+def test_tracing_goes_on_after_a_block_was_ended():
+    """CPython 3.11 hangs in traced code when an asynchronous exception was taken back instead of raised."""
+    bench = Bench()
+
+    def endless(m, t):
+        while True:
+            pass
+
+    bench.add(1, endless, 1)
+    bench.step({1: rows(1, 1)})
+    seen, before = [], sys.gettrace()
+    sys.settrace(lambda frame, event, arg: seen.append(frame.f_code.co_name))
+    try:
+        rows(1, 2)
+    finally:
+        sys.settrace(before)
+    assert "rows" in seen
 
 
 def test_an_endless_loop_while_it_is_unwound():
