@@ -67,6 +67,7 @@ class BlockRun:
         self.saves = Saves(budget)
         self.error: BaseException | None = None
         self.stopped = False
+        self.wrote = False
         self.finished = False
         self.caches: list[Cache] = []
         self.ended = False

@@ -23,14 +23,16 @@ if TYPE_CHECKING:
     from nnsight_async.tree.source import Source
     from nnsight_async.worker.composition import Composition
     from nnsight_async.worker.outbox import Outbox
+    from nnsight_async.worker.recycling import Recycling
 
 
 class Blocks:
     """Blocks by vLLM request id. Requests without a block cost one dictionary look-up per step at most."""
 
-    def __init__(self, interleaver: Interleaver, outbox: Outbox, device: torch.device) -> None:
+    def __init__(self, interleaver: Interleaver, outbox: Outbox, device: torch.device, recycling: Recycling) -> None:
         self.interleaver = interleaver
         self._outbox = outbox
+        self._recycling = recycling
         self._device = device if device.type != "cpu" else None
         self._runs: dict[str, BlockRun] = {}
         self._rows: dict[BlockRun, int] = {}
@@ -43,9 +45,10 @@ class Blocks:
 
     def schedule(self, scheduled: SchedulerOutput) -> None:
         """Take in the requests that arrive with a step and let go of those that are over."""
+        self._recycling.hand_over(scheduled, self._runs)
         for request in scheduled.scheduled_new_reqs:
-            if request.req_id not in self._runs:
-                self._arrive(request)
+            if request.req_id not in self._runs and self._arrive(request):
+                self._recycling.arrive(scheduled, request.req_id)
         if self._runs:
             self._part(scheduled.finished_req_ids)
 
@@ -89,10 +92,11 @@ class Blocks:
     def _fire(self, event: Location, value: Any) -> Any:
         return self.interleaver.fire(event, value) if event in self.interleaver.waiting else value
 
-    def _arrive(self, request: NewRequestData) -> None:
+    def _arrive(self, request: NewRequestData) -> bool:
+        """Take in a request; False if it has no block."""
         shipped = Shipment.of(request.sampling_params)
         if shipped is None:
-            return
+            return False
         run = BlockRun(shipped.run, self.interleaver, _prompt_rows(request), shipped.budget, shipped.timeout)
         self._runs[request.req_id] = run
         try:
@@ -101,6 +105,7 @@ class Blocks:
             run.fail(error)
             self._outbox.report(run)
             self._outbox.flush()
+        return True
 
     def _part(self, finished: Iterable[str]) -> None:
         for request in finished:
@@ -109,6 +114,7 @@ class Blocks:
                 with torch.inference_mode():  # as in the steps, or their tensors could not be changed in place any more
                     self.interleaver.end(run)
                 self._outbox.flush()
+                self._recycling.part(request, run)
 
     def _resolve(self, run: BlockRun, reference: tuple[str, ...]) -> object:
         match reference:

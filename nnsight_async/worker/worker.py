@@ -20,6 +20,7 @@ from nnsight_async.tree.model import ModelView
 from nnsight_async.tree.record import record
 from nnsight_async.worker.blocks import Blocks
 from nnsight_async.worker.outbox import Outbox
+from nnsight_async.worker.recycling import Recycling
 from nnsight_async.worker.refuse import refuse
 from nnsight_async.worker.v1 import V1Entry
 from nnsight_async.worker.v2 import V2Entry
@@ -107,8 +108,10 @@ class BlockWorker:
         view = ModelView(Envoy(manifest))
         limits = Limits(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
         interleaver = Interleaver(model, _order(manifest), self.nnsight_outbox.report, view, _aliases(manifest), limits)
+        cache = self.vllm_config.cache_config  # type: ignore[attr-defined]
+        recycling = Recycling(model, cache.num_gpu_blocks, cache.block_size)
         keep_warnings()
-        self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, runner.device)
+        self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, runner.device, recycling)
         entry(runner, self.nnsight_blocks)
         self.nnsight_runner = entry.__name__
 

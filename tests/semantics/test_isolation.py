@@ -159,3 +159,22 @@ async def test_a_module_that_runs_between_the_forward_pass_and_the_sampling(mode
     draw = random.Random(4)
     for got, wanted in await asyncio.gather(*(own(prompt(draw)) for _ in range(6))):
         torch.testing.assert_close(got, wanted, **CLOSE)
+
+
+async def test_what_an_edit_leaves_in_the_cache_reaches_nobody(model, hf):
+    """vLLM hands freed blocks of the key-value cache on as they are, and a NaN in them would come back."""
+    prompt = [5, 17, 101, 9, 33, 250, 77]
+    oracle = generation(hf, prompt, 3)
+    for round_ in range(3):
+        async with model.trace(prompt, max_tokens=3, temperature=0.0, ignore_eos=True) as tracer:
+            for _ in tracer.iter[:]:
+                model.model.layers[0].mlp.output[:] = float("nan")
+        await tracer.result
+        for _ in range(4):
+            async with model.trace(prompt, max_tokens=3, temperature=0.0, ignore_eos=True) as tracer:
+                logits = model.logits.save()
+            assert list((await tracer.result).outputs[0].token_ids) == oracle.ids, f"round {round_}"
+            torch.testing.assert_close(await logits, oracle.logits[:1], **CLOSE)
+        (plain,) = await model.generate(prompt, max_tokens=3, temperature=0.0, ignore_eos=True)
+        assert list(plain.outputs[0].token_ids) == oracle.ids
+    await drained(model)
