@@ -17,9 +17,10 @@ from nnsight_async.errors import (
 from nnsight_async.interleave.cache import Cache
 from nnsight_async.interleave.console import Console
 from nnsight_async.interleave.context import BlockGreenlet
-from nnsight_async.interleave.locations import Location
+from nnsight_async.interleave.locations import Location, expression
 from nnsight_async.interleave.modes import Modes
 from nnsight_async.interleave.saving import Saves
+from nnsight_async.interleave.shared import guarded
 from nnsight_async.interleave.tracer import Tracer
 from nnsight_async.interleave.views import FirstArgument, View
 from nnsight_async.interleave.watchdog import Expired, timeout_error
@@ -206,6 +207,10 @@ class BlockRun:
 
     def module(self, path: str) -> torch.nn.Module:
         return self._interleaver.module(path)
+
+    def attribute(self, path: str, name: str, default: object) -> Any:
+        value = getattr(self.module(path), name, default)
+        return value if value is default else guarded(value, name, expression(path))
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._interleaver.call(path, args, kwargs)

@@ -50,6 +50,10 @@ class BlockContext(Protocol):
         """The real module at `path`."""
         ...
 
+    def attribute(self, path: str, name: str, default: object) -> Any:
+        """An attribute of the real module at `path`, which is to be read and not changed."""
+        ...
+
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Apply the module at `path` to values of the block, outside the forward pass."""
         ...

@@ -226,8 +226,8 @@ class Interleaver:
             written = visit.changes()
             self._check_indices(visit.event, written)
             visit.commit()
+            run.wrote = run.wrote or bool(written)
             if written and visit.event.in_model:
-                run.wrote = True
                 kept = [(path, rows.clone()) for path, rows in written]
                 self._log.add(run, visit.event, visit.span, kept, in_place=visit.in_place)
         except Exception as error:  # a copy of another shape, an index out of range, no memory

@@ -191,7 +191,7 @@ class Envoy:
             child = self.__dict__[name] = self._child(name)
             return child
         context = running()
-        value = ABSENT if context is None else getattr(context.module(self._path), name, ABSENT)
+        value = ABSENT if context is None else context.attribute(self._path, name, ABSENT)
         if value is ABSENT:
             raise LocationError(missing(self._manifest, self._path, name))
         return value

@@ -14,9 +14,8 @@ from nnsight_async.interleave.rows import Batch, Span
 from nnsight_async.runs.shipment import Shipment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    import torch
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
     from nnsight_async.tree.envoy import Envoy
@@ -36,6 +35,8 @@ class Blocks:
         self._device = device if device.type != "cpu" else None
         self._runs: dict[str, BlockRun] = {}
         self._rows: dict[BlockRun, int] = {}
+        self._scheduled: dict[BlockRun, int] = {}
+        """All runs of a step, those whose block has ended too, and their rows in what is sampled from."""
         self._requests = 0
 
     @property
@@ -54,6 +55,7 @@ class Blocks:
 
     def begin_step(self, step: Composition) -> None:
         """The forward pass over `step` is about to run."""
+        self._scheduled.clear()
         if not self._runs:
             return
         spans: dict[BlockRun, Span] = {}
@@ -62,7 +64,10 @@ class Blocks:
         starts, computed = list(map(int, step.starts[: count + 1])), list(map(int, step.computed[:count]))
         for index, request in enumerate(step.requests):
             run = self._runs.get(request)
-            if run is not None and (not run.over or self.interleaver.remembers(run)):
+            if run is None:
+                continue
+            self._scheduled[run] = index
+            if not run.over or self.interleaver.remembers(run):
                 span = _span(run, starts[index], starts[index + 1], computed[index])
                 if span.replayed or not run.over:
                     spans[run] = span
@@ -78,7 +83,10 @@ class Blocks:
             self.interleaver.begin_sampling(spans, Batch(self._requests, self._requests > 1))
 
     def logits(self, logits: Any) -> Any:
-        return self._fire(LOGITS, logits)
+        logits = self._fire(LOGITS, logits)
+        if self._scheduled:
+            make_drawable(logits, [row for run, row in self._scheduled.items() if run.wrote])
+        return logits
 
     def samples(self, samples: Any) -> Any:
         return self._fire(SAMPLES, samples)
@@ -145,6 +153,30 @@ def _source_at(envoy: Envoy, operation: str) -> Source:
     for name in operation.split("/") if operation else ():
         source = source[name].source
     return source
+
+
+def make_drawable(logits: torch.Tensor, rows: list[int]) -> None:
+    """Have the sampler find a token in these rows, in place.
+
+    From a row of NaN vLLM's kernels draw ids that do not exist (0.33), and the look-up of such an id ends the engine.
+    NaN becomes the lowest logit and infinity the highest.
+    """
+    limits = torch.finfo(logits.dtype)
+    for start, stop in ranges(rows):
+        logits[start:stop].nan_to_num_(limits.min, limits.max, -torch.inf)
+
+
+def ranges(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Ascending rows as ranges `[start, stop)`, which can be sliced without sending indices to the device."""
+    start = stop = -1
+    for row in rows:
+        if row != stop:
+            if stop > start:
+                yield start, stop
+            start = row
+        stop = row + 1
+    if stop > start:
+        yield start, stop
 
 
 def _span(run: BlockRun, start: int, stop: int, computed: int) -> Span:

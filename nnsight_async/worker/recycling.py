@@ -75,7 +75,12 @@ class Recycling:
         with torch.inference_mode():
             for cache, parts in self._caches:
                 rows = [block * parts + part for block in blocks for part in range(parts)]
-                cache.index_fill_(0, torch.tensor(rows, device=cache.device), 0)
+                cache.index_fill_(0, _on(cache.device, rows), 0)
+
+
+def _on(device: torch.device, rows: list[int]) -> torch.Tensor:
+    """Indices on the device, without waiting for what it is at."""
+    return torch.tensor(rows, pin_memory=device.type != "cpu").to(device, non_blocking=True)
 
 
 def _caches(model: torch.nn.Module, blocks: int) -> Iterable[tuple[torch.Tensor, int]]:

@@ -7,9 +7,10 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 
-from nnsight_async import save
+from nnsight_async import IsolationError, save
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
 
@@ -135,7 +136,7 @@ async def test_blocks_that_end_at_different_steps(model, hf):
 
 async def test_what_is_changed_after_it_was_saved_stays_as_it_was(model, hf):
     async with model.trace([5, 6, 7], max_tokens=4, temperature=0.0, ignore_eos=True) as tracer:
-        total = torch.zeros(1, 512)
+        total = torch.zeros_like(model.logits)
         for _ in tracer.iter[:]:
             total += model.logits
             total.save()
@@ -178,3 +179,47 @@ async def test_what_an_edit_leaves_in_the_cache_reaches_nobody(model, hf):
         (plain,) = await model.generate(prompt, max_tokens=3, temperature=0.0, ignore_eos=True)
         assert list(plain.outputs[0].token_ids) == oracle.ids
     await drained(model)
+
+
+DRAWS = {"greedy": {}, "random": {"temperature": 1.0, "seed": 1}, "filtered": {"temperature": 0.7, "top_p": 0.9}}
+
+
+@pytest.mark.parametrize("way", DRAWS.values(), ids=DRAWS)
+async def test_an_edit_to_nan_draws_a_token_all_the_same(model, hf, way):
+    """vLLM's kernels draw ids that do not exist from such logits, and to look one up ends the engine."""
+    sampling = {"max_tokens": 3, "temperature": 0.0, "ignore_eos": True}
+
+    async def edited(value: float) -> list[int]:
+        async with model.trace([5, 17, 101], **{**sampling, **way}) as tracer:
+            model.model.layers[1].mlp.output[:] = value
+            model.logits[:, 7] = torch.inf
+        return list((await tracer.result).outputs[0].token_ids)
+
+    plain = model.generate([5, 17, 101], **sampling)
+    finite, broken, (undisturbed,) = await asyncio.gather(edited(0.0), edited(float("nan")), plain)
+    assert finite[0] == broken[0] == 7
+    assert all(0 <= token < hf.config.vocab_size for token in broken[1:])
+    assert way or broken[1:] == [0, 0]
+    assert list(undisturbed.outputs[0].token_ids) == generation(hf, [5, 17, 101], 3).ids
+    await drained(model)
+
+
+async def test_a_weight_is_read_and_not_changed(model, hf):
+    async with model.trace([5, 17, 101], max_tokens=1, temperature=0.0) as tracer:
+        weight = model.lm_head.weight[:, :4].save()
+        scaled = (model.model.layers[0].mlp.down_proj.weight * 2).save()
+    torch.testing.assert_close(await weight, hf.lm_head.weight.detach()[:, :4], **CLOSE)
+    torch.testing.assert_close(await scaled, hf.model.layers[0].mlp.down_proj.weight.detach() * 2, **CLOSE)
+
+    async with model.trace([5, 17, 101], max_tokens=1, temperature=0.0) as tracer:
+        model.model.layers[0].mlp.down_proj.weight[:] = 0
+    with pytest.raises(IsolationError, match="which all requests share"):
+        await tracer.result
+    async with model.trace([5, 17, 101], max_tokens=1, temperature=0.0) as tracer:
+        everyones = model.model.layers[0].self_attn.attn.kv_cache
+    with pytest.raises(IsolationError, match="keys and values of all requests"):
+        await tracer.result
+
+    async with model.trace([5, 17, 101], max_tokens=1, temperature=0.0) as tracer:
+        logits = model.logits.save()
+    torch.testing.assert_close(await logits, generation(hf, [5, 17, 101], 1).logits, **CLOSE)

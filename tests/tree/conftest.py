@@ -75,6 +75,9 @@ class Context:
     def module(self, path: str) -> torch.nn.Module:
         return self.model.get_submodule(path)
 
+    def attribute(self, path: str, name: str, default: object) -> Any:
+        return getattr(self.module(path), name, default)
+
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.module(path)(*args, **kwargs)
 
