@@ -75,7 +75,7 @@ class ShapeError(NNsightError, ValueError):
 
 
 class IsolationError(NNsightError, RuntimeError):
-    """A value that mixes rows of several requests and cannot be narrowed to this run's, or a change to what all share."""
+    """A value that mixes rows of several requests and cannot be narrowed to one, or a change to what they all share."""
 
 
 class SplitPromptError(NNsightError, RuntimeError):

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 PATIENCE = 100
 """How often a block that catches the errors thrown into it may wait for what cannot come, before it is unwound."""
 
+UNWINDING = 1.0
+"""Seconds that `finally` and `except` clauses have in a block that is ended."""
+
 MODES_CHANGED = (
     "a block waited for a location, or ended, with a mode of torch switched (inference mode, autocast, a default "
     "device or dtype, ...); close every `with torch....:` before the next location is read"
@@ -147,24 +150,24 @@ class BlockRun:
             before.restore()
 
     def _turn(self, switch: Callable[[Any], object], value: Any) -> bool:
-        """Hand the thread to the block; False if the watchdog struck when it was already back."""
+        """Hand the thread to the block; False if the watchdog had to take it back."""
         self._greenlet.parent = greenlet.getcurrent()
         interleaver, stdout = self._interleaver, sys.stdout
         watchdog = interleaver.watchdog
         try:
-            try:
-                watchdog.begin(self._timeout)
-                interleaver.running = True
-                sys.stdout = self.console
-                switch(value)
-            finally:
-                watchdog.end()
-        except Expired:
-            watchdog.end()
+            watchdog.begin(min(self._timeout, UNWINDING) if self._killed else self._timeout)
+            interleaver.running = True
+            sys.stdout = self.console
+            switch(value)
+        except Expired:  # raised when the block was about to end
             return False
         finally:
+            watchdog.end()
             sys.stdout = stdout
             interleaver.running = False
+        if watchdog.abandoned():
+            self._greenlet = BlockGreenlet(self._main)
+            return False
         return True
 
     def _main(self, _: Any = None) -> None:

@@ -3,76 +3,101 @@
 from __future__ import annotations
 
 import ctypes
+import math
+import signal
 import threading
 import time
+from typing import ClassVar
+
+import greenlet
 
 from nnsight_async.errors import BlockTimeoutError
+from nnsight_async.interleave.context import running
 
 INTERVAL = 0.1
 """Seconds between looks at the clock."""
 
+SIGNAL = signal.SIGURG
+"""What interrupts the thread of the forward pass; nothing happens at this signal otherwise."""
+
+CHANCES = 3
+"""How often `Expired` is raised in a block that catches it and goes on, before the block is abandoned."""
+
 
 class Expired(BaseException):
-    """Raised by the watchdog in the thread of the forward pass."""
+    """Raised in a block whose turn takes too long."""
 
 
 class Watchdog:
-    """Raises `Expired` in the thread of the forward pass when a turn of a block takes longer than it may.
+    """Raises `Expired` in a block whose turn takes longer than it may, and takes the thread from one that goes on.
 
-    Only Python code can be interrupted so: a block that hangs in one call of C goes on hanging. `end` swallows an
-    exception that has not been raised yet, so that none ever reaches code outside the turn; whoever calls `begin` and
-    `end` catches one that is raised between the two, `end` itself included.
+    A thread that watches the clock sends a signal, and Python runs its handler in the block, be that in a loop or in a
+    call that waits, like `time.sleep`. Not interrupted are turns in another thread than the main one, where Python
+    handles no signals, and calls of C that compute without looking for signals.
     """
 
+    on_duty: ClassVar[Watchdog | None] = None
+    """Whose turn began last."""
+
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._deadline = float("inf")
-        self._struck = False
-        self._model_thread = 0
+        self._deadline = math.inf
+        self._strikes = 0
+        self._abandoned = False
+        self._main = threading.main_thread().ident
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, seconds: float) -> None:
         """A turn of at most `seconds` begins in this thread."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="nnsight-watchdog", daemon=True)
-            self._thread.start()
-        with self._lock:
-            self._model_thread = threading.get_ident()
-            self._deadline = time.monotonic() + seconds
+            self._start()
+        self._strikes = 0
+        self._deadline = time.monotonic() + seconds
+        Watchdog.on_duty = self
 
     def end(self) -> None:
         """The turn is over."""
-        with self._lock:
-            self._deadline = float("inf")
-            struck, self._struck = self._struck, False
-        if struck:
-            _swallow()
+        self._deadline = math.inf
+
+    def abandoned(self) -> bool:
+        """Whether the block did not end its last turn itself. It must never be entered again."""
+        abandoned, self._abandoned = self._abandoned, False
+        return abandoned
 
     def close(self) -> None:
         """End the watching thread."""
         self._closing.set()
 
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._watch, name="nnsight-watchdog", daemon=True)
+        if threading.get_ident() == self._main:
+            signal.signal(SIGNAL, _strike)
+            self._thread.start()
+
     def _watch(self) -> None:
+        assert self._main is not None
         while not self._closing.wait(INTERVAL):
-            with self._lock:
-                if time.monotonic() > self._deadline:
-                    self._struck = True
-                    self._deadline += INTERVAL  # again, if the block catches it and goes on
-                    _raise_in(self._model_thread, Expired)
+            if time.monotonic() > self._deadline:
+                signal.pthread_kill(self._main, SIGNAL)
+
+    def strike(self) -> None:
+        """Raise `Expired` in the block that runs now, or go on without it. Called in the main thread, at any time."""
+        if running() is None or time.monotonic() <= self._deadline:
+            return
+        self._strikes += 1
+        if self._strikes <= CHANCES:
+            raise Expired
+        self._abandoned = True
+        stuck = greenlet.getcurrent()
+        # It would be resumed, to unwind, when its last reference goes.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stuck))
+        assert stuck.parent is not None
+        stuck.parent.switch()
 
 
-def _swallow() -> None:
-    """Have an exception that is on its way to this thread raised here.
-
-    It is not taken back with a null exception: CPython 3.11 then goes on seeing something to handle for ever, and a
-    function that is entered under a trace function never gets past its first instruction.
-    """
-    try:
-        for _ in range(1000):  # each time around the interpreter looks for it
-            pass
-    except Expired:
-        pass
+def _strike(_number: int, _frame: object) -> None:
+    if Watchdog.on_duty is not None:
+        Watchdog.on_duty.strike()
 
 
 def timeout_error(seconds: float) -> BlockTimeoutError:
@@ -80,8 +105,3 @@ def timeout_error(seconds: float) -> BlockTimeoutError:
         f"the block ran for more than {seconds:g} s without coming to its next location; build the model with a larger "
         "block_timeout if it needs that long"
     )
-
-
-def _raise_in(thread: int, exception: type[BaseException]) -> None:
-    """Have `exception` raised in `thread` when it next looks for something to handle."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(exception))

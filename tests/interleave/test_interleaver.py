@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import gc
+import os
+import threading
+import time
 import warnings
 
+import pytest
 import torch
 
 from nnsight_async.errors import (
@@ -256,23 +260,57 @@ def test_an_endless_loop_is_ended():
     torch.testing.assert_close(got[9], bench.model(other)[-1])
 
 
-def test_tracing_goes_on_after_a_block_was_ended():
-    """CPython 3.11 hangs in traced code when an asynchronous exception was taken back instead of raised."""
+def test_a_block_that_catches_everything_is_abandoned():
     bench = Bench()
+    counts = [0, 0]
 
-    def endless(m, t):
+    def deaf(m, t):
         while True:
-            pass
+            try:
+                while True:
+                    try:
+                        read("layers.1")
+                        while True:
+                            counts[0] += 1
+                    except BaseException:
+                        pass
+            except BaseException:
+                pass
 
-    bench.add(1, endless, 1)
+    def forever(m, t):
+        while True:
+            with contextlib.suppress(BaseException):
+                counts[1] += 1
+                time.sleep(1000)
+
+    one, two = bench.add(1, deaf, 1), bench.add(2, forever, 1)
+    other = rows(1, 3)
+    got = bench.step({1: rows(1, 1), 2: rows(1, 2), 9: other})
+    assert isinstance(one.error, BlockTimeoutError)
+    assert isinstance(two.error, BlockTimeoutError)
+    torch.testing.assert_close(got[9], bench.model(other)[-1])
+    stopped = list(counts)
+    bench.interleaver.end(one)
+    bench.interleaver.end(two)
+    del one, two
+    bench.runs.clear()
+    gc.collect()
+    got = bench.step({9: other})
+    torch.testing.assert_close(got[9], bench.model(other)[-1])
+    assert counts == stopped
+
+
+@pytest.mark.parametrize("wait", [lambda: time.sleep(1000), threading.Event().wait, lambda: input_of_a_pipe()])
+def test_a_block_that_waits_is_ended(wait):
+    bench = Bench()
+    run = bench.add(1, lambda m, t: wait(), 1)
     bench.step({1: rows(1, 1)})
-    seen, before = [], sys.gettrace()
-    sys.settrace(lambda frame, event, arg: seen.append(frame.f_code.co_name))
-    try:
-        rows(1, 2)
-    finally:
-        sys.settrace(before)
-    assert "rows" in seen
+    assert isinstance(run.error, BlockTimeoutError)
+
+
+def input_of_a_pipe() -> bytes:
+    read_end, _ = os.pipe()
+    return os.read(read_end, 1)
 
 
 def test_an_endless_loop_while_it_is_unwound():
