@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+Example = Callable[..., Awaitable[object]]
+
 QUIET = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
+ENGINE: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
 
 
-def launch(example: Callable[[Any], Awaitable[object]], description: str | None) -> None:
-    """Run `example` on the model of the command line."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--model", help="a Llama-like checkpoint: a folder, or a repository on the hub")
-    given = parser.parse_args().model
+def launch(example: Example, description: str | None) -> None:
+    """Run `example(model, ...)` on the model of the command line; its keywords with a default are options."""
+    options = vars(parser(example, description).parse_args())
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
-    asyncio.run(_on_engine(example, given or default_checkpoint()))
+    checkpoint, dtype = options.pop("model"), options.pop("dtype")
+    asyncio.run(_on_engine(example, checkpoint or default_checkpoint(), dtype, options))
+
+
+def parser(example: Example, description: str | None) -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    made.add_argument("--model", help="a Llama-like checkpoint: a folder, or a repository on the hub")
+    made.add_argument("--dtype", default="float32", help="what the engine computes in; 'auto': as in the checkpoint")
+    for name, parameter in inspect.signature(example).parameters.items():
+        default = parameter.default
+        if default is not parameter.empty:
+            many = isinstance(default, tuple)
+            kind, nargs = (type(default[0]), "+") if many else (type(default), None)
+            made.add_argument(f"--{name.replace('_', '-')}", type=kind, nargs=nargs, default=default, help=" ")
+    return made
 
 
 def default_checkpoint() -> str:
@@ -35,9 +50,9 @@ def default_checkpoint() -> str:
         return tiny_checkpoint("llama")
 
 
-async def _on_engine(example: Callable[[Any], Awaitable[object]], checkpoint: str) -> None:
+async def _on_engine(example: Example, checkpoint: str, dtype: str, options: dict[str, Any]) -> None:
     from nnsight_async import VLLM
 
     print(f"starting an engine for {checkpoint} ...", flush=True)
-    async with VLLM(checkpoint, mode="async", **ENGINE) as model:
-        await example(model)
+    async with VLLM(checkpoint, mode="async", dtype=dtype, **ENGINE) as model:
+        await example(model, **options)
