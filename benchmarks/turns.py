@@ -10,7 +10,7 @@ import argparse
 import gc
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -34,6 +34,7 @@ from nnsight_async.tree.record import record
 from nnsight_async.worker.blocks import Blocks
 from nnsight_async.worker.composition import Composition
 from nnsight_async.worker.outbox import Outbox
+from nnsight_async.worker.recycling import Recycling
 
 WIDTH = 128
 LAYERS = 4
@@ -91,7 +92,7 @@ class Worker(WorkerStopwatch):
         self.inbox.bind(address)
         self.nnsight_outbox = Outbox(address, torch.device("cpu"))
         interleaver = Interleaver(self.model, Order(entries, exits), self.nnsight_outbox.report, self.view)
-        self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, torch.device("cpu"))
+        self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, torch.device("cpu"), Recycling(self.model, 1, 1))
 
     def close(self) -> None:
         self.nnsight_outbox.close()
@@ -102,13 +103,15 @@ class Worker(WorkerStopwatch):
         block = from_function(probe(self.view, work)).payload
         names = [f"{work}-{number}" for number in range(requests)]
         new = [_request(name, number, block) for number, name in enumerate(names)]
-        self.nnsight_blocks.schedule(SimpleNamespace(scheduled_new_reqs=new, finished_req_ids=()))  # type: ignore[arg-type]
+        self.nnsight_blocks.schedule(_scheduled(new=new))
         return names
 
     def step(self, names: list[str], number: int) -> None:
         """A step in which every request has one token."""
         count = len(names)
         blocks, hidden = self.nnsight_blocks, torch.ones(count, WIDTH)
+        if number:
+            blocks.schedule(_scheduled(going=names))
         blocks.begin_step(Composition(names, range(count + 1), [number] * count, count))
         hidden = self.model(hidden)
         blocks.begin_sampling()
@@ -116,13 +119,31 @@ class Worker(WorkerStopwatch):
         blocks.end_step()
 
     def leave(self, names: list[str]) -> None:
-        self.nnsight_blocks.schedule(SimpleNamespace(scheduled_new_reqs=(), finished_req_ids=names))  # type: ignore[arg-type]
+        self.nnsight_blocks.schedule(_scheduled(finished=names))
 
 
 def _request(name: str, number: int, block: bytes) -> Any:
     params = SimpleNamespace(extra_args=None)
     Shipment(number, block, 1 << 40, 600.0).onto(params)
-    return SimpleNamespace(req_id=name, sampling_params=params, prompt_token_ids=[1], prompt_embeds=None)
+    return SimpleNamespace(
+        req_id=name,
+        sampling_params=params,
+        prompt_token_ids=[1],
+        prompt_embeds=None,
+        block_ids=([number],),
+        num_computed_tokens=0,
+    )
+
+
+def _scheduled(new: Sequence[Any] = (), going: Sequence[str] = (), finished: Sequence[str] = ()) -> Any:
+    """What a scheduler says of a step."""
+    cached = SimpleNamespace(
+        req_ids=going,
+        new_block_ids=[None] * len(going),
+        num_computed_tokens=[0] * len(going),
+        resumed_req_ids=(),
+    )
+    return SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached, finished_req_ids=finished)
 
 
 @contextmanager

@@ -39,7 +39,8 @@ class Outcome:
         return settle(self._job, timeout).outcome()
 
     async def _wait(self) -> Any:
-        await self._job.ended.until(lambda: self._job.settled)
+        with self._job.read():
+            await self._job.ended.until(lambda: self._job.settled)
         return self._job.outcome()
 
 
@@ -48,14 +49,10 @@ F = TypeVar("F", bound="Job")
 
 def settle(job: F, timeout: float | None = None) -> F:
     """Wait in this thread for the end of what runs; an interrupt of the wait (Ctrl-C) aborts it."""
-    try:
-        if not job.ended.block_until(lambda: job.settled, timeout):
-            raise TimeoutError(f"the run had not ended after {timeout} s")
-    except TimeoutError:
-        raise
-    except BaseException:
-        job.cancel()
-        raise
+    with job.read():
+        ended = job.ended.block_until(lambda: job.settled, timeout)
+    if not ended:
+        raise TimeoutError(f"the run had not ended after {timeout} s")
     job.warn()
     return job
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nnsight_async.errors import NotSavedError
@@ -29,6 +30,7 @@ class Job(ABC):
         self.ended = Signal()
         self.settled = False
         self._whole: Group | None = None
+        self._readers: set[object] = set()
 
     # -- what it comes to ------------------------------------------------------------------------------------------
 
@@ -79,6 +81,42 @@ class Job(ABC):
     def source(self, name: str) -> Job:
         """The smallest part that `name` can come from."""
         return self
+
+    # -- who reads it ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def read(self) -> Generator[None]:
+        """Wait for something of this; one who is cancelled or interrupted in it aborts what nobody else reads."""
+        reader = object()
+        self.open(reader)
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.leave(reader)
+            raise
+        finally:
+            self.shut(reader)
+
+    def open(self, reader: object) -> None:
+        """Count `reader` among those who read this."""
+        self._readers.add(reader)
+
+    def shut(self, reader: object) -> None:
+        """`reader` has all it wanted."""
+        self._readers.discard(reader)
+
+    def leave(self, reader: object) -> None:
+        """`reader` goes before the end: abort what nobody else reads."""
+        self.shut(reader)
+        for run in self.runs():
+            if not run.is_read():
+                run.cancel()
+
+    def is_read(self) -> bool:
+        """Whether somebody reads this, or what it is a part of."""
+        return bool(self._readers) or (self._whole is not None and self._whole.is_read())
 
     # -- being filled ----------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ class Saved:
 
     `await saved` gives the final value, as often as it is awaited; `saved.stream()` gives the value of each step as it
     arrives. Both raise what ended the run, if it failed; `NotSavedError` if the block ended without saving the name.
+    Cancelling the task that waits, or a timeout around it, aborts the request unless others read from it too;
+    `asyncio.shield(saved)` keeps it.
     A name that several invokes or sequences save has a list of their values.
     """
 
@@ -27,18 +29,20 @@ class Saved:
     async def stream(self) -> AsyncIterator[Any]:
         """The value of each step that saves one, as soon as the step's token is there.
 
-        Of several invokes or sequences, all values in the order in which they come.
+        Of several invokes or sequences, all values in the order in which they come. Leaving it early aborts the request
+        if nobody else reads from it.
         """
         job, at = self._job, 0
-        while True:
-            await job.changed.until(lambda at=at: len(job.history) > at or job.settled)
-            if at >= len(job.history):
-                break
-            saved = job.history[at]
-            at += 1
-            if self.name in saved:
-                yield saved[self.name]
-        job.check(self.name)
+        with job.read():
+            while True:
+                await job.changed.until(lambda at=at: len(job.history) > at or job.settled)
+                if at >= len(job.history):
+                    break
+                saved = job.history[at]
+                at += 1
+                if self.name in saved:
+                    yield saved[self.name]
+            job.check(self.name)
 
     def done(self) -> bool:
         """Whether the final value, or the error that takes its place, is there."""
@@ -46,7 +50,9 @@ class Saved:
 
     def result(self, timeout: float | None = None) -> Any:
         """The final value, waited for in this thread; `TimeoutError` after `timeout` seconds."""
-        if not self._job.changed.block_until(self.done, timeout):
+        with self._job.read():
+            there = self._job.changed.block_until(self.done, timeout)
+        if not there:
             raise TimeoutError(f"{self.name!r} was not there after {timeout} s")
         return self._job.value(self.name)
 
@@ -54,7 +60,8 @@ class Saved:
         return f"<Saved {self.name!r} {'done' if self.done() else 'pending'}>"
 
     async def _final(self) -> Any:
-        await self._job.changed.until(self.done)
+        with self._job.read():
+            await self._job.changed.until(self.done)
         return self._job.value(self.name)
 
 
@@ -80,12 +87,15 @@ class Saves(Mapping[str, Saved]):
 
     def result(self, timeout: float | None = None) -> dict[str, Any]:
         """All final values, waited for in this thread; `TimeoutError` after `timeout` seconds."""
-        if not self._job.changed.block_until(self._job.final, timeout):
+        with self._job.read():
+            there = self._job.changed.block_until(self._job.final, timeout)
+        if not there:
             raise TimeoutError(f"the values were not there after {timeout} s")
         return self._values()
 
     async def _all(self) -> dict[str, Any]:
-        await self._job.changed.until(self._job.final)
+        with self._job.read():
+            await self._job.changed.until(self._job.final)
         return self._values()
 
     def _values(self) -> dict[str, Any]:

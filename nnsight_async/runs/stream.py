@@ -23,6 +23,8 @@ class Stream:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._at = 0
+        self._reader = object()
+        job.open(self._reader)
 
     def __aiter__(self) -> Stream:
         return self
@@ -74,5 +76,6 @@ class Stream:
         return None
 
     def _leave(self) -> None:
+        self._job.shut(self._reader)
         if not self._job.settled:
             self._job.cancel()

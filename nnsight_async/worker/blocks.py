@@ -49,7 +49,7 @@ class Blocks:
         self._recycling.hand_over(scheduled, self._runs)
         for request in scheduled.scheduled_new_reqs:
             if request.req_id not in self._runs and self._arrive(request):
-                self._recycling.arrive(scheduled, request.req_id)
+                self._recycling.arrive(request)
         if self._runs:
             self._part(scheduled.finished_req_ids)
 

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
     from nnsight_async.interleave.block import BlockRun
 
@@ -42,10 +42,9 @@ class Recycling:
             if request in runs:
                 self._held.setdefault(request, []).extend(blocks)
 
-    def arrive(self, scheduled: SchedulerOutput, request: str) -> None:
+    def arrive(self, request: NewRequestData) -> None:
         """A run with a block has come with this step."""
-        blocks = next(blocks for name, blocks in self._given(scheduled) if name == request)
-        self._held.setdefault(request, []).extend(blocks)
+        self._held[request.req_id] = self._unread(request.block_ids, request.num_computed_tokens)
 
     def part(self, request: str, run: BlockRun) -> None:
         """A run has ended; what it has edited stays marked until it is handed on."""

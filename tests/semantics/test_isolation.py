@@ -207,12 +207,12 @@ async def test_an_edit_to_nan_draws_a_token_all_the_same(model, hf, way):
 async def test_a_weight_is_read_and_not_changed(model, hf):
     async with model.trace([5, 17, 101], max_tokens=1, temperature=0.0) as tracer:
         weight = model.lm_head.weight[:, :4].save()
-        scaled = (model.model.layers[0].mlp.down_proj.weight * 2).save()
+        scaled = (model.model.norm.weight * 2).save()
     torch.testing.assert_close(await weight, hf.lm_head.weight.detach()[:, :4], **CLOSE)
-    torch.testing.assert_close(await scaled, hf.model.layers[0].mlp.down_proj.weight.detach() * 2, **CLOSE)
+    torch.testing.assert_close(await scaled, hf.model.norm.weight.detach() * 2, **CLOSE)
 
     async with model.trace([5, 17, 101], max_tokens=1, temperature=0.0) as tracer:
-        model.model.layers[0].mlp.down_proj.weight[:] = 0
+        model.model.norm.weight[:] = 0
     with pytest.raises(IsolationError, match="which all requests share"):
         await tracer.result
     async with model.trace([5, 17, 101], max_tokens=1, temperature=0.0) as tracer:

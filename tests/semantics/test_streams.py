@@ -6,6 +6,7 @@ import asyncio
 import threading
 from typing import Any
 
+import anyio.lowlevel
 import pytest
 import torch
 import uvloop
@@ -269,6 +270,36 @@ async def leave_by_group(tracer: Any) -> None:
             group.create_task(fail())
 
 
+async def leave_by_a_timeout_of_the_result(tracer: Any) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(tracer.result, 0.05)
+
+
+async def leave_by_a_timeout_of_a_value(tracer: Any) -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await tracer.saves["logits"]
+
+
+async def leave_by_a_cancelled_wait_for_all_values(tracer: Any) -> None:
+    task = asyncio.ensure_future(tracer.saves)
+    await anext(aiter(tracer.saves["logits"].stream()))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def leave_by_a_break_among_values(tracer: Any) -> None:
+    async for _ in tracer.saves["logits"].stream():
+        break
+
+
+async def leave_by_an_anyio_scope(tracer: Any) -> None:
+    with anyio.move_on_after(0.05):
+        async for _ in tracer.saves["logits"].stream():
+            await anyio.lowlevel.checkpoint()
+
+
 WAYS = [
     leave_by_break,
     leave_by_context,
@@ -278,6 +309,11 @@ WAYS = [
     leave_by_timeout,
     leave_by_task,
     leave_by_group,
+    leave_by_a_timeout_of_the_result,
+    leave_by_a_timeout_of_a_value,
+    leave_by_a_cancelled_wait_for_all_values,
+    leave_by_a_break_among_values,
+    leave_by_an_anyio_scope,
 ]
 
 
@@ -290,6 +326,44 @@ async def test_leaving_early_frees_the_worker_at_once(model, leave):
         for waited in (tracer.result, tracer.saves, tracer.saves["logits"]):
             with pytest.raises(RunCancelledError):
                 await waited
+
+
+async def test_one_of_several_readers_who_leaves_aborts_nothing(model, expected):
+    async with model.trace(PROMPT, **GREEDY) as tracer:
+        for _ in tracer.iter[:]:
+            logits = model.logits.save()
+    waiting = asyncio.ensure_future(tracer.result)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(logits, 0)
+    async for _ in logits.stream():
+        break
+    with pytest.raises(TimeoutError):
+        await asyncio.to_thread(logits.result, 0)
+    assert list((await waiting).outputs[0].token_ids) == expected.ids
+
+
+async def test_a_shielded_wait_aborts_nothing(model, expected):
+    async with model.trace(PROMPT, **GREEDY) as tracer:
+        logits = model.logits.save()
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.shield(tracer.result), 0)
+    assert list((await tracer.result).outputs[0].token_ids) == expected.ids
+
+
+async def test_a_reader_of_one_invoke_leaves_the_others_alone(model, expected):
+    async with model.trace(**LONG) as tracer:
+        with tracer.invoke(PROMPT, max_tokens=STEPS):
+            first = model.logits.save()
+        with tracer.invoke(PROMPT):
+            for _ in tracer.iter[:]:
+                second = model.logits.argmax().save()
+    waiting = asyncio.ensure_future(first)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(second, 0.05)
+    torch.testing.assert_close(await waiting, expected.logits[:1], **CLOSE)
+    with pytest.raises(RunCancelledError):
+        await second
+    await drained(model)
 
 
 async def test_leaving_the_function_form(model):
