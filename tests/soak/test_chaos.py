@@ -51,7 +51,7 @@ def probe(task: Task, fails_at: int | None = None) -> Callable[[Any, Any], None]
         for step in tracer.iter[:]:
             if edits:
                 model.model.layers[1].output[0][:] += vector
-            stream = model.model.layers[2].resid_post[-1].save("stream")
+            tracer.save(model.model.layers[2].resid_post[-1], "stream")
             if step == fails_at:
                 raise ValueError(f"at step {step}")
 
