@@ -7,15 +7,17 @@ import functools
 import threading
 import weakref
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, Self, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 from nnsight_async.capture.entered import is_entered
 from nnsight_async.capture.function import from_function
 from nnsight_async.engine.blueprint import build_manifest
-from nnsight_async.engine.engine import Engine, Limits
+from nnsight_async.engine.engine import CLOSED, Engine, Limits
 from nnsight_async.engine.guard import check_main_guard
 from nnsight_async.engine.prompts import is_several, vllm_prompt
+from nnsight_async.engine.repository import check_repository
 from nnsight_async.engine.sampling import settings
 from nnsight_async.engine.settings import engine_settings
 from nnsight_async.errors import EngineClosedError, UnsupportedError
@@ -32,6 +34,7 @@ from nnsight_async.runs.window import Window
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
 
+T = TypeVar("T")
 Mode = Literal["sync", "async"]
 MAX_SAVE_BYTES = 1 << 30
 BLOCK_TIMEOUT = 60.0
@@ -73,6 +76,9 @@ class VLLM(ModelView):
             raise ValueError(f"mode is 'sync' or 'async', not {mode!r}")
         if taps:
             raise UnsupportedError("taps are not supported yet")
+        self._asked = repo, engine_args.get("revision"), engine_args.get("hf_token")
+        if dispatch or mode == "sync":  # an async model does not block its caller's loop
+            check_repository(*self._asked)
         self.repo = repo
         self.mode: Mode = mode
         self.taps: tuple[str, ...] = ()
@@ -87,7 +93,7 @@ class VLLM(ModelView):
         if dispatch:
             check_main_guard()
             self._build()
-        elif mode == "sync":  # an async model does not block its caller's loop for what the engine will tell as well
+        elif mode == "sync":  # the engine of an async model will tell as well
             self._plan()
 
     @property
@@ -115,7 +121,7 @@ class VLLM(ModelView):
     def dispatch(self) -> Any:
         """Build the engine if it has not been built; in async mode, `await model.dispatch()`."""
         check_main_guard()
-        return asyncio.to_thread(self._build) if self.mode == "async" else self._build()
+        return self._build_aside() if self.mode == "async" else self._build()
 
     def close(self) -> None:
         """End the engine and its processes; closing again does nothing."""
@@ -140,7 +146,7 @@ class VLLM(ModelView):
 
     async def __aenter__(self) -> Self:
         check_main_guard()
-        await asyncio.to_thread(self._build)
+        await self._build_aside()
         return self
 
     async def __aexit__(
@@ -246,7 +252,7 @@ class VLLM(ModelView):
         """`launch`, without blocking the event loop while an engine is built."""
         if self._engine is None and not self._closed:
             check_main_guard()
-            await asyncio.to_thread(self._build)
+            await self._build_aside()
         self._submit(job)
 
     def _submit(self, job: Job) -> None:
@@ -276,18 +282,33 @@ class VLLM(ModelView):
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     def _build(self) -> Engine:
-        if self._engine is not None and not self._closed:
-            return self._engine
-        with self._building:
-            if self._closed:
-                raise EngineClosedError("this model was closed; build a new one")
-            if self._engine is None:
-                engine = Engine(self._settings, self._limits, self._renames)
-                engine.start()
-                self._engine = engine
-                self._root = self._root or Envoy(engine.manifest)
-                self._finalizer = weakref.finalize(self, _end, engine)
+        if self._engine is None or self._closed:
+            with self._building:
+                if self._closed:
+                    raise EngineClosedError(CLOSED)
+                if self._engine is None:
+                    check_repository(*self._asked)
+                    engine = Engine(self._settings, self._limits, self._renames)
+                    self._finalizer = weakref.finalize(self, _end, engine)
+                    engine.start()
+                    self._engine = engine
+                    self._root = self._root or Envoy(engine.manifest)
+        self._engine.check()
         return self._engine
+
+    async def _build_aside(self) -> None:
+        """`_build`, in a thread for which nobody waits at the end of the event loop or of the interpreter."""
+        built: Future[Engine] = Future()
+        threading.Thread(target=_fulfil, args=(built, self._build), name="nnsight-build", daemon=True).start()
+        await asyncio.wrap_future(built)
+
+
+def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
+    future.set_running_or_notify_cancel()
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
 
 
 def _end(engine: Engine) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import os
 from typing import TYPE_CHECKING, Any
 
-from nnsight_async.demo.display import heading, row
+from nnsight_async.demo.display import GUESSES, heading, row
 from nnsight_async.demo.smollm import smollm_checkpoint
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ async def stream_answer(checkpoint: str, question: str, layer: int | None, max_t
                 hidden, residual = model.model.layers[depth].output
                 stream = (hidden + residual)[-1:]
                 logits = model.logits_processor(model.lm_head, model.model.norm(stream))
-                tracer.save(logits.topk(3).indices[0], "top")
+                tracer.save(logits.topk(GUESSES).indices[0], "top")
 
         print(heading(question, depth), flush=True)
         async for token in tracer.stream():

@@ -8,11 +8,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 WIDTH = 20
+GUESSES = 3
+"""Tokens that a layer's reading is shown by, the likeliest first."""
 
 
 def heading(question: str, layer: int) -> str:
     """The question, and the titles of the columns."""
-    return f"\n{question}\n\n{'token':<{WIDTH}}what layer {layer} would have said\n{'-' * 3 * WIDTH}"
+    reading = f"top {GUESSES} after layer {layer}, had the model stopped there"
+    return f"\n{question}\n\n{'token':<{WIDTH}}{reading}\n{'-' * 3 * WIDTH}"
 
 
 def row(token: str, guesses: Sequence[str]) -> str:

@@ -22,9 +22,11 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 import nnsight_async
+from nnsight_async.engine.repository import check_repository
 from nnsight_async.errors import EngineStartError
 from nnsight_async.tree import cache
 from nnsight_async.tree.manifest import Manifest
+from nnsight_async.worker.last_words import essence
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -72,9 +74,9 @@ def build_manifest(repo: str, engine_args: Mapping[str, Any] | None = None) -> M
     cannot be built (`ValueError`, `OSError`, `ImportError`, `TypeError`), and `EngineStartError` if the process ends
     without a word.
     """
-    if repo.startswith((".", "/")) and not Path(repo).exists():
-        raise FileNotFoundError(f"{repo!r} does not exist")
-    arguments = describing(engine_args or {})
+    given = engine_args or {}
+    check_repository(repo, given.get("revision"), given.get("hf_token"))
+    arguments = describing(given)
     key = _key(repo, arguments)
     known = cache.load(key) if key else None
     if known is not None:
@@ -168,7 +170,7 @@ def main() -> None:
         manifest = _build(request["repo"], request["arguments"], request["vllm_version"])
         reply = Reply(manifest=manifest.encode())
     except Exception as error:
-        reply = Reply(kinds=tuple(cls.__name__ for cls in type(error).__mro__), message=_essence(error))
+        reply = Reply(kinds=tuple(cls.__name__ for cls in type(error).__mro__), message=essence(error))
     with output:
         output.write(msgspec.msgpack.encode(reply))
     os._exit(0)  # nothing is left to do that is worth the second that torch and vLLM take to end
@@ -217,15 +219,6 @@ def _inspect_in_this_process() -> None:
 
     if hasattr(registry, "_run_in_subprocess"):
         registry._run_in_subprocess = lambda function: function()  # pyright: ignore[reportPrivateUsage]
-
-
-def _essence(error: Exception) -> str:
-    """The message without pydantic's frame around it."""
-    errors = getattr(error, "errors", None)
-    if not callable(errors):
-        return str(error)
-    details = cast("list[dict[str, Any]]", errors())
-    return "; ".join(str(detail["msg"]).removeprefix("Value error, ") for detail in details)
 
 
 if __name__ == "__main__":

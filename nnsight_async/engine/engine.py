@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine, Generator, Mapping
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,9 +18,11 @@ import uvloop
 
 from nnsight_async.engine.feed import Feed
 from nnsight_async.engine.inbox import Inbox
-from nnsight_async.errors import EngineClosedError, EngineDeadError, EngineStartError
+from nnsight_async.engine.start import advice, start_error, start_vllm
+from nnsight_async.errors import EngineClosedError, EngineDeadError
 from nnsight_async.runs.shipment import Shipment
 from nnsight_async.tree.manifest import Manifest
+from nnsight_async.worker import last_words, processes
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -29,16 +30,12 @@ if TYPE_CHECKING:
     from nnsight_async.runs.frames import Frame
     from nnsight_async.runs.run import Run
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-HEARTBEAT = 1.0
-"""Seconds between looks at whether the engine still lives, while a run goes."""
 
 PATIENCE = 5.0
 """Seconds that something which ends at close has for it."""
 
-_environment = threading.Lock()
+CLOSED = "this model was closed; build a new one"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +61,7 @@ class Engine:
         self._closed = False
         self._closing = False
         self._submitting = threading.Lock()
+        self._building: Future[None] = Future()
         self.llm: AsyncLLM
         self.manifest: Manifest
 
@@ -72,18 +70,19 @@ class Engine:
     def start(self) -> None:
         """Build the engine; blocks for seconds. Raises `EngineStartError` with vLLM's reason."""
         self._thread.start()
+        self._building = self.call(self._build())
         try:
-            self.call(self._build()).result()
+            self._building.result()
         except BaseException:
-            self._end_loop()
+            self.close()
             raise
 
     def call(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Run a coroutine on the engine's loop."""
-        if self._closed:
+        if self._closing:
             work.close()
-            raise EngineClosedError("this model was closed; build a new one")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+            raise EngineClosedError(CLOSED)
+        return asyncio.run_coroutine_threadsafe(self._until_closed(work), self._loop)
 
     def submit(self, run: Run) -> None:
         """Start a run; returns at once."""
@@ -95,8 +94,8 @@ class Engine:
             packed.onto(run.request.params)
             self._keep_apart(run)
         with self._submitting:
-            if self._closing or self._closed:
-                raise EngineClosedError("this model was closed; build a new one")
+            if self._closing:
+                raise EngineClosedError(CLOSED)
             self._loop.call_soon_threadsafe(self._launch, run)
 
     def counts(self) -> Future[dict[str, Any]]:
@@ -106,14 +105,22 @@ class Engine:
     def close(self) -> None:
         """End the engine's processes and its thread; runs that still go get `EngineClosedError`."""
         with self._submitting:
-            if self._closing or self._closed:
+            if self._closing:
                 return
             self._closing = True
+        if not self._building.done():  # the start was interrupted, or the interpreter exits
+            processes.kill(self._home)
+            wait({self._building}, timeout=PATIENCE)
         try:
-            self.call(self._shut_down()).result()
+            if self._building.done():
+                asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
         finally:
-            self._closed = True
             self._end_loop()
+
+    def check(self) -> None:
+        """Raise `EngineDeadError` if the engine's processes have ended."""
+        if self._died.done():
+            raise self._death()
 
     @property
     def in_its_thread(self) -> bool:
@@ -127,22 +134,21 @@ class Engine:
     # -- on the engine's loop --------------------------------------------------------------------------------------
 
     async def _build(self) -> None:
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         self._inbox = Inbox(f"ipc://{self._home}/inbox", self._deliver)
+        self._receiving = self._loop.create_task(self._inbox.receive())
+        self._died: asyncio.Future[None] = self._loop.create_future()
         try:
-            with _environment, _spawning(self._home):
-                self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._settings))
-            described: list[bytes] = await self.llm.collective_rpc("nnsight_describe")
-            self.manifest = Manifest.decode(described[0])
+            self.llm = start_vllm(self._settings, self._home)
+            last_words.clear(self._home)
+            # It ends with an error when any process of the engine does (vLLM 0.32, 0.33).
+            outputs: Any = self.llm.output_handler
+            outputs.add_done_callback(self._die)
+            self.manifest = Manifest.decode(await self._ask("nnsight_describe"))
             if self._renames:
                 self.manifest = self.manifest.renamed(self._renames)
-                await self.llm.collective_rpc("nnsight_rename", args=(self._renames,))
+                await self._ask("nnsight_rename", self._renames)
         except Exception as error:
-            self._inbox.close()
-            raise _start_error(error, self._home) from error
-        self._receiving = self._loop.create_task(self._inbox.receive())
+            raise start_error(error, self._home) from error
 
     def _launch(self, run: Run) -> None:
         if run.settled:  # cancelled before it was here
@@ -153,8 +159,28 @@ class Engine:
         task.add_done_callback(self._tasks.discard)
 
     async def _count(self) -> dict[str, Any]:
-        worker: dict[str, Any] = (await self.llm.collective_rpc("nnsight_counts"))[0]
+        worker: dict[str, Any] = await self._ask("nnsight_counts")
         return {"client_runs": len(self._runs), "client_tasks": len(self._tasks), **worker}
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        """What the worker's `method` returns; `EngineDeadError` as soon as the engine has ended, when vLLM waits on."""
+        answer = asyncio.ensure_future(self.llm.collective_rpc(method, args=args))
+        await asyncio.wait({answer, self._died}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            answer.cancel()
+            raise self._death()
+        try:
+            return answer.result()[0]
+        except Exception as error:
+            raise self._failure(error) from None
+
+    async def _until_closed(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._closing:
+                raise EngineClosedError(CLOSED) from None
+            raise
 
     async def _serve(self, run: Run) -> None:
         """See one run to its end. Never cancelled: a request that vLLM has half taken in must still be aborted."""
@@ -163,21 +189,24 @@ class Engine:
         feed = Feed(run, lambda error: run.fail(self._failure(error)))
         try:
             await feed.open(self.llm)
-            await self._end_of(run, over)
+            await over.wait()
             await feed.close()
         except Exception as error:
             run.fail(self._failure(error))
         finally:
             self._runs.pop(run.key, None)
 
-    async def _end_of(self, run: Run, over: asyncio.Event) -> None:
-        while not over.is_set():
-            try:
-                async with asyncio.timeout(HEARTBEAT):
-                    await over.wait()
-            except TimeoutError:
-                if self.llm.errored:
-                    run.fail(self._failure(self.llm.dead_error))
+    def _die(self, _: object) -> None:
+        """vLLM gives no more outputs: unless it was closed, it is dead, and so is every run."""
+        if not self._closing:
+            self._died.set_result(None)
+            for run in list(self._runs.values()):
+                run.fail(self._death())
+
+    def _death(self) -> EngineDeadError:
+        words = last_words.read(self._home)
+        cause = f" ({words}{advice(words)})" if words else ""
+        return EngineDeadError(f"the engine's processes have ended{cause}; close this model and build a new one")
 
     def _from_outside(self, function: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the loop has been closed
@@ -194,9 +223,7 @@ class Engine:
     def _failure(self, error: BaseException) -> BaseException:
         from vllm.v1.engine.exceptions import EngineDeadError as Dead
 
-        if isinstance(error, Dead):
-            return EngineDeadError("the engine's processes have ended; close this model and build a new one")
-        return error
+        return self._death() if isinstance(error, Dead) or self._died.done() else error
 
     def _keep_apart(self, run: Run) -> None:
         """A run with a block neither reads cached prefixes nor leaves its own for others."""
@@ -209,21 +236,25 @@ class Engine:
             run.fail(EngineClosedError("the model was closed while this run was going"))
         if self._tasks:
             await asyncio.wait(list(self._tasks), timeout=PATIENCE)
-        self._receiving.cancel()
-        await asyncio.wait([self._receiving])
-        self._inbox.close()
-        self.llm.shutdown()
-        _end_sockets(self.llm.engine_core)
+        await self._end_vllm()
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:
             task.cancel()
         if rest:
             await asyncio.wait(rest, timeout=PATIENCE)
 
+    async def _end_vllm(self) -> None:
+        self._receiving.cancel()
+        await asyncio.wait([self._receiving])
+        self._inbox.close()
+        if hasattr(self, "llm"):
+            self.llm.shutdown()
+            _end_sockets(self.llm.engine_core)
+
     def _end_loop(self) -> None:
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout=30)
+        self._thread.join(PATIENCE)
         if not self._thread.is_alive():
             self._loop.close()
         shutil.rmtree(self._home, ignore_errors=True)
@@ -235,28 +266,3 @@ def _end_sockets(client: Any) -> None:
         for socket in list(client.ctx._sockets):  # none as a rule; the context would wait for it for ever
             socket.close(linger=0)
         client.resources.ctx.term()
-
-
-def _start_error(error: Exception, home: Path) -> Exception:
-    words = home / "last_words"
-    if words.is_file():
-        return EngineStartError(f"the engine did not start: {words.read_text()}")
-    if isinstance(error, (ValueError, TypeError, OSError, NotImplementedError)):
-        return error
-    return EngineStartError(f"the engine did not start: {error}")
-
-
-@contextmanager
-def _spawning(home: Path) -> Generator[None]:
-    """The environment in which vLLM starts its processes."""
-    ours = {"NNSIGHT_ASYNC_HOME": str(home), "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+import os
+import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nnsight_async.errors import UnsupportedError
+from nnsight_async.worker.noise import hush_import
 
 CPU_WORKER = "nnsight_async.worker.cpu.CPUBlockWorker"
+FRUGAL_CPU_WORKER = "nnsight_async.worker.cpu.FrugalCPUBlockWorker"
 CUDA_WORKER = "nnsight_async.worker.cuda.CUDABlockWorker"
 
 
@@ -28,6 +32,7 @@ def engine_settings(repo: str, given: dict[str, Any]) -> dict[str, Any]:
 
     Raises `TypeError` for an unknown name, and `ValueError` for a value that contradicts what blocks need.
     """
+    hush_import()
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
@@ -42,6 +47,12 @@ def engine_settings(repo: str, given: dict[str, Any]) -> dict[str, Any]:
         "enable_chunked_prefill": False,
         "enable_prefix_caching": False,
         "disable_log_stats": True,
-        "worker_cls": CPU_WORKER if current_platform.is_cpu() else CUDA_WORKER,
+        "use_tqdm_on_load": sys.stderr is not None and sys.stderr.isatty(),
+        "worker_cls": _cpu_worker(given) if current_platform.is_cpu() else CUDA_WORKER,
     }
     return {"model": repo, **ours, **given}
+
+
+def _cpu_worker(given: Mapping[str, Any]) -> str:
+    sized = any(given.get(name) is not None for name in ("kv_cache_memory_bytes", "gpu_memory_utilization"))
+    return CPU_WORKER if sized or os.environ.get("VLLM_CPU_KVCACHE_SPACE") else FRUGAL_CPU_WORKER

@@ -98,11 +98,16 @@ def _content(file: Path) -> str:
 def _commit(repo: str, revision: str) -> str | None:
     if len(revision) == 40 and all(letter in "0123456789abcdef" for letter in revision):
         return revision
-    reference = _hub_cache() / f"models--{repo.replace('/', '--')}" / "refs" / revision
+    reference = hub_folder(repo) / "refs" / revision
     try:
         return reference.read_text().strip() or None
     except OSError:
         return None
+
+
+def hub_folder(repo: str) -> Path:
+    """Where the hub's cache has what it has of a repository."""
+    return _hub_cache() / f"models--{repo.replace('/', '--')}"
 
 
 def _hub_cache() -> Path:

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import os
-import traceback
-from collections.abc import Generator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -19,6 +15,8 @@ from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
 from nnsight_async.tree.record import record
 from nnsight_async.worker.blocks import Blocks
+from nnsight_async.worker.entries import around
+from nnsight_async.worker.last_words import HOME, spoken
 from nnsight_async.worker.outbox import Outbox
 from nnsight_async.worker.recycling import Recycling
 from nnsight_async.worker.refuse import refuse
@@ -30,8 +28,17 @@ if TYPE_CHECKING:
 
     from nnsight_async.tree.manifest import Manifest
 
-HOME = "NNSIGHT_ASYNC_HOME"
-"""Environment variable with the folder of the engine: the inbox's socket, and the last words of a worker that fails."""
+FATAL = (
+    "init_device",
+    "load_model",
+    "get_kv_cache_spec",
+    "determine_available_memory",
+    "initialize_from_config",
+    "compile_or_warm_up_model",
+    "execute_model",
+    "sample_tokens",
+)
+"""What an engine ends of when it raises. A worker in a process of its own passes on no class (vLLM 0.32, 0.33)."""
 
 
 class BlockWorker:
@@ -42,20 +49,19 @@ class BlockWorker:
     nnsight_manifest: Manifest
     nnsight_runner: str
 
-    def init_device(self) -> None:
-        with _last_words():
-            refuse(self.vllm_config)  # type: ignore[attr-defined]
-            super().init_device()  # type: ignore[misc]
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name in FATAL:
+            around(cls, name, spoken)
 
-    def load_model(self, *args: Any, **kwargs: Any) -> None:
-        with _last_words():
-            super().load_model(*args, **kwargs)  # type: ignore[misc]
+    def init_device(self) -> None:
+        refuse(self.vllm_config)  # type: ignore[attr-defined]
+        super().init_device()  # type: ignore[misc]
 
     def compile_or_warm_up_model(self) -> Any:
-        with _last_words():
-            times = super().compile_or_warm_up_model()  # type: ignore[misc]
-            self._nnsight_boot()
-            return times
+        times = super().compile_or_warm_up_model()  # type: ignore[misc]
+        self._nnsight_boot()
+        return times
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         self.nnsight_blocks.schedule(scheduler_output)
@@ -125,16 +131,3 @@ def _order(manifest: Manifest) -> Order:
 
 def _aliases(manifest: Manifest) -> dict[str, str]:
     return {path: info.alias_of for path, info in manifest.modules.items() if info.alias_of is not None}
-
-
-@contextmanager
-def _last_words() -> Generator[None]:
-    """Leave the message of an exception where the engine finds it: vLLM itself reports only that a process ended."""
-    try:
-        yield
-    except BaseException as error:
-        home = os.environ.get(HOME)
-        if home:
-            words = "".join(traceback.format_exception_only(error)).strip()
-            Path(home, "last_words").write_text(words)
-        raise
