@@ -219,12 +219,10 @@ class VLLM(ModelView):
         return generation if self.mode == "async" else generation.result()
 
     def stats(self) -> Any:
-        """What runs hold now: a dict of counts, zero when nothing goes on; in async mode, `await model.stats()`.
+        """Counts of what runs hold now, and of what there was since the start; in async mode, `await model.stats()`.
 
-        `client_runs` and `client_tasks` in this process; `runs`, `waiting`, `entered` and `watched` (blocks, locations
-        waited for, modules that report, modules whose operations do) in the worker, where `reports` counts what modules
-        have reported since the start. `runner` names the adapter in use. Raises `EngineClosedError` where there is no
-        engine.
+        A dict, each name of which the reference explains. Raises `EngineClosedError` where there is no engine, and
+        `EngineDeadError` where there is none any more.
         """
         if self._engine is None:
             raise EngineClosedError("the engine has not been built yet: call dispatch() first")

@@ -15,6 +15,7 @@ for name, value in {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # what has `distributed_executor_backend="uni"` be heard on a CPU
 }.items():
     os.environ.setdefault(name, value)
 

@@ -19,7 +19,7 @@ import uvloop
 from nnsight_async.engine.feed import Feed
 from nnsight_async.engine.inbox import Inbox
 from nnsight_async.engine.start import advice, start_error, start_vllm
-from nnsight_async.errors import EngineClosedError, EngineDeadError
+from nnsight_async.errors import EngineClosedError, EngineDeadError, RunCancelledError
 from nnsight_async.runs.shipment import Shipment
 from nnsight_async.tree.manifest import Manifest
 from nnsight_async.worker import last_words, processes
@@ -60,6 +60,7 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._closing = False
+        self._tally: dict[str, int] = dict.fromkeys(("started", "finished", "failed", "cancelled", "late_frames"), 0)
         self._submitting = threading.Lock()
         self._building: Future[None] = Future()
         self.llm: AsyncLLM
@@ -154,13 +155,16 @@ class Engine:
         if run.settled:  # cancelled before it was here
             return
         self._runs[run.key] = run
+        self._tally["started"] += 1
         task = self._loop.create_task(self._serve(run))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _count(self) -> dict[str, Any]:
         worker: dict[str, Any] = await self._ask("nnsight_counts")
-        return {"client_runs": len(self._runs), "client_tasks": len(self._tasks), **worker}
+        held = {"client_runs": len(self._runs), "client_tasks": len(self._tasks)}
+        received = {"messages": self._inbox.messages, "bytes": self._inbox.bytes}
+        return {**held, **self._tally, **received, **worker}
 
     async def _ask(self, method: str, *args: Any) -> Any:
         """What the worker's `method` returns; `EngineDeadError` as soon as the engine has ended, when vLLM waits on."""
@@ -195,6 +199,7 @@ class Engine:
             run.fail(self._failure(error))
         finally:
             self._runs.pop(run.key, None)
+            self._tally[_end_of(run)] += 1
 
     def _die(self, _: object) -> None:
         """vLLM gives no more outputs: unless it was closed, it is dead, and so is every run."""
@@ -205,8 +210,8 @@ class Engine:
 
     def _death(self) -> EngineDeadError:
         words = last_words.read(self._home)
-        cause = f" ({words}{advice(words)})" if words else ""
-        return EngineDeadError(f"the engine's processes have ended{cause}; close this model and build a new one")
+        cause = f": {words}{advice(words)}\n" if words else "; "
+        return EngineDeadError(f"the engine's processes have ended{cause}close this model and build a new one")
 
     def _from_outside(self, function: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the loop has been closed
@@ -214,7 +219,9 @@ class Engine:
 
     def _deliver(self, frame: Frame) -> None:
         run = self._runs.get(frame.key)
-        if run is not None:
+        if run is None:
+            self._tally["late_frames"] += 1
+        else:
             try:
                 run.feed_frame(frame)
             except Exception as error:  # whatever one run's frame does, the others' come after it
@@ -258,6 +265,12 @@ class Engine:
         if not self._thread.is_alive():
             self._loop.close()
         shutil.rmtree(self._home, ignore_errors=True)
+
+
+def _end_of(run: Run) -> str:
+    if run.error is None:
+        return "finished"
+    return "cancelled" if isinstance(run.error, RunCancelledError) else "failed"
 
 
 def _end_sockets(client: Any) -> None:

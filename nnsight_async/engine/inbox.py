@@ -23,13 +23,17 @@ class Inbox:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(address)
         self._deliver = deliver
+        self.messages = 0
+        self.bytes = 0
 
     async def receive(self) -> None:
         """Hand on every frame that comes, until cancelled."""
         while True:
-            parts = await self._socket.recv_multipart(copy=False)
+            parts = [part.buffer for part in await self._socket.recv_multipart(copy=False)]
+            self.messages += 1
+            self.bytes += sum(part.nbytes for part in parts)
             try:
-                found = frames.decode([part.buffer for part in parts])
+                found = frames.decode(parts)
             except ValueError:
                 log.exception("a message of saved values was dropped")
                 continue

@@ -40,6 +40,9 @@ class Watchdog:
     """Whose turn began last."""
 
     def __init__(self) -> None:
+        self.seconds = 0.0
+        """What the turns that are over have taken."""
+        self._began = 0.0
         self._deadline = math.inf
         self._strikes = 0
         self._abandoned = False
@@ -52,12 +55,14 @@ class Watchdog:
         if self._thread is None:
             self._start()
         self._strikes = 0
-        self._deadline = time.monotonic() + seconds
+        self._began = time.monotonic()
+        self._deadline = self._began + seconds
         Watchdog.on_duty = self
 
     def end(self) -> None:
         """The turn is over."""
         self._deadline = math.inf
+        self.seconds += time.monotonic() - self._began
 
     def abandoned(self) -> bool:
         """Whether the block did not end its last turn itself. It must never be entered again."""

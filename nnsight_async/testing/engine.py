@@ -11,7 +11,7 @@ HELD = ("client_runs", "client_tasks", "runs", "waiting", "entered", "watched")
 
 def tiny_engine_args() -> dict[str, Any]:
     """Arguments for `VLLM(tiny_checkpoint(...), **tiny_engine_args())`: float32, a small cache, the worker in the
-    engine's own process."""
+    engine's own process (on a CPU only with `quiet_environment()`, as vLLM gives it one of its own there)."""
     return {
         "dtype": "float32",
         "max_model_len": 256,

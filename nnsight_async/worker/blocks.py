@@ -38,6 +38,8 @@ class Blocks:
         self._scheduled: dict[BlockRun, int] = {}
         """All runs of a step, those whose block has ended too, and their rows in what is sampled from."""
         self._requests = 0
+        self.steps = 0
+        """Forward passes that had a block."""
 
     @property
     def live(self) -> int:
@@ -93,6 +95,7 @@ class Blocks:
 
     def end_step(self) -> None:
         if self._rows:
+            self.steps += 1
             self._rows.clear()
             self.interleaver.end_step()
             self._outbox.flush()

@@ -81,7 +81,7 @@ class BlockWorker:
         self.nnsight_blocks.interleaver.model = ModelView(Envoy(self.nnsight_manifest.renamed(renames)))
 
     def nnsight_counts(self) -> dict[str, Any]:
-        """What blocks hold in this worker now, and how often modules have reported to it."""
+        """What blocks hold in this worker now, and what they have taken so far."""
         interleaver = self.nnsight_blocks.interleaver
         return {
             "runner": self.nnsight_runner,
@@ -90,6 +90,8 @@ class BlockWorker:
             "entered": interleaver.sites.entered,
             "watched": interleaver.sites.inside.watched,
             "reports": interleaver.sites.reports,
+            "steps": self.nnsight_blocks.steps,
+            "block_seconds": interleaver.watchdog.seconds,
         }
 
     def shutdown(self) -> None:
