@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from multiprocessing import parent_process
+from multiprocessing import parent_process, resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import ModuleType
@@ -38,6 +38,7 @@ class EngineProcess(SpawnProcess):
 
     def start(self) -> None:
         """Start it deaf to Ctrl-C, which is meant for the caller: an engine outlives the interrupt of one run."""
+        resource_tracker.ensure_running()  # which would unblock the signal
         if self.home in _given_up:
             raise RuntimeError("the start of this engine was given up")
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -50,6 +51,8 @@ class EngineProcess(SpawnProcess):
         watch.start()
 
     def run(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets one that has come meanwhile
+        os.setpgid(0, 0)  # vLLM will listen to the signal, but a terminal sends it to the group of the caller
         threading.Thread(target=_end_with_parent, name="nnsight-parent", daemon=True).start()
         _enter_workers()
         status = 0

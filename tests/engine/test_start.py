@@ -28,7 +28,9 @@ def nothing_stays() -> Any:
 
 
 def children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
+    """All but multiprocessing's own, which stays to the end of this process."""
+    found = psutil.Process().children(recursive=True)
+    return {child.pid for child in found if "resource_tracker" not in " ".join(child.cmdline())}
 
 
 def copied(checkpoint: str, folder: Path) -> Path:
