@@ -287,8 +287,11 @@ class VLLM(ModelView):
                 if self._engine is None:
                     check_repository(*self._asked)
                     engine = Engine(self._settings, self._limits, self._renames)
-                    self._finalizer = weakref.finalize(self, _end, engine)
+                    starting = weakref.finalize(self, _end, engine)
                     engine.start()
+                    starting.detach()
+                    # Made after vLLM's own, and so called before them when the interpreter exits.
+                    weakref.finalize(self, _end, engine)
                     self._engine = engine
                     self._root = self._root or Envoy(engine.manifest)
         self._engine.check()

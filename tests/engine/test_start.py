@@ -59,7 +59,7 @@ def test_with_nothing_asked_of_it(llama: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_the_engine_core_finds_too_small(llama: str) -> None:
-    words = not_started(llama, kv_cache_memory_bytes=1 << 16)
+    words = not_started(llama, kv_cache_memory_bytes=3 << 17)  # 192 tokens
 
     assert "ValueError: To serve at least one request" in words
     assert "set a smaller max_model_len, or a larger kv_cache_memory_bytes" in words
