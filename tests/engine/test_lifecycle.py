@@ -28,12 +28,19 @@ def core_of(model: VLLM) -> psutil.Process:
 
 
 def worker_of(model: VLLM) -> psutil.Process:
-    return next(child for child in core_of(model).children() if "Worker" in child.cmdline()[0])
+    return next(child for child in core_of(model).children() if "Worker" in command(child))
 
 
 def family(model: VLLM) -> list[psutil.Process]:
     core = core_of(model)
     return [core, *core.children(recursive=True)]
+
+
+def command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def gone(processes: list[psutil.Process]) -> bool:
@@ -252,7 +259,7 @@ def test_a_start_that_is_interrupted(llama: str, script: Callable[[str], Script]
     core = None
     while core is None:
         assert starting.process.poll() is None
-        core = next((child for child in starting.descendants() if "spawn_main" in " ".join(child.cmdline())), None)
+        core = next((child for child in starting.descendants() if "spawn_main" in command(child)), None)
     starting.interrupt()
 
     errors = starting.end()
