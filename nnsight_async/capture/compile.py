@@ -11,7 +11,7 @@ from nnsight_async.capture.find import find
 from nnsight_async.capture.live import read_first
 from nnsight_async.capture.rewrite import rewrite_saves
 from nnsight_async.capture.rules import check
-from nnsight_async.capture.source import nested_codes
+from nnsight_async.capture.unlisted import nested_codes
 from nnsight_async.errors import CaptureError
 
 if TYPE_CHECKING:

@@ -159,7 +159,8 @@ def test_a_debugger_keeps_its_hold_on_the_frame(trace: Any, untraced: None) -> N
 
 
 def test_the_trace_function_of_coverage(trace: Any, untraced: None, tmp_path: Any) -> None:
-    coverage = pytest.importorskip("coverage")
+    import coverage
+
     measuring = coverage.Coverage(data_file=None, include=[__file__], config_file=False)
     with measuring.collect():
         _measured(trace)
