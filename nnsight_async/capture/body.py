@@ -6,6 +6,7 @@ from nnsight_async.capture.bind import bind
 from nnsight_async.capture.block import Block
 from nnsight_async.capture.compile import template
 from nnsight_async.capture.diagnose import shipping_error
+from nnsight_async.capture.kept import refuse
 from nnsight_async.capture.load import VERSION, Body
 from nnsight_async.capture.scope import Scope
 from nnsight_async.capture.ship import Unshippable, dumps
@@ -29,6 +30,8 @@ class BodyCapture:
         self._frame = frame
         self._template = template(frame)
         self._statement = self._template.statement
+        if self._template.kept:
+            refuse(self._template.kept, Scope(frame, self._statement).seen, self._statement.source)
         self._skip = BodySkip(frame, self._statement.stop)
 
     def skip(self, entered: object = None) -> None:

@@ -15,7 +15,7 @@ from nnsight_async.errors import (
     OutOfOrderError,
 )
 from nnsight_async.interleave.cache import Cache
-from nnsight_async.interleave.console import Console
+from nnsight_async.interleave.console import Console, warn
 from nnsight_async.interleave.context import BlockGreenlet
 from nnsight_async.interleave.locations import Location, expression
 from nnsight_async.interleave.modes import Modes
@@ -38,6 +38,12 @@ UNWINDING = 1.0
 MODES_CHANGED = (
     "a block waited for a location, or ended, with a mode of torch switched (inference mode, autocast, a default "
     "device or dtype, ...); close every `with torch....:` before the next location is read"
+)
+
+REPLACED = (
+    "what is saved here is bound to no name, and replaces what this step has saved under the same text, {!r}: assign "
+    'it to a name in the block, give it one with save(value, "name"), or append it to a list that was saved once, '
+    "`values = save([])`"
 )
 
 Program = Callable[[Any, Tracer], object]
@@ -205,7 +211,11 @@ class BlockRun:
         self._at(location).show(view, part)
 
     def save(self, value: Any, name: str | None = None, label: str | None = None) -> Any:
-        self.saves.add(name or label or "save", value)
+        if name is None:
+            name = label or "save"
+            if self.saves.would_replace(name, value):
+                warn(REPLACED.format(name))
+        self.saves.add(name, value)
         return value
 
     def module(self, path: str) -> torch.nn.Module:

@@ -56,6 +56,10 @@ class Saves:
         self._tracked.pop(name, None)
         self._fresh[name] = value
 
+    def would_replace(self, name: str, value: Any) -> bool:
+        """Whether another value has been saved under `name` in this step."""
+        return name in self._fresh and self._fresh[name] is not value
+
     def collect(self) -> list[Entry]:
         """Entries for all that was saved or added since the last call; `SaveBudgetError` past the budget."""
         entries = [entry for name, tracked in self._tracked.items() for entry in _added(name, tracked)]
