@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from traceback import StackSummary, walk_stack
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
@@ -76,6 +77,8 @@ class BlockRun:
         self.next_step = 0
         self.saves = Saves(budget)
         self.error: BaseException | None = None
+        self.stood: list[tuple[str, int, str]] = []
+        """Where the block waited (file, line and function, from the outside in) when an error ended it from outside."""
         self.stopped = False
         self.wrote = False
         self.finished = False
@@ -122,6 +125,7 @@ class BlockRun:
 
     def fail(self, error: BaseException) -> None:
         """End the block with `error`, which it is not given a chance to handle."""
+        self.stood = self._stands()
         self.kill()
         self.error = error
 
@@ -145,6 +149,11 @@ class BlockRun:
                 break
             self._turn(self._greenlet.throw, greenlet.GreenletExit)
         self.finished, self.waits = True, None
+
+    def _stands(self) -> list[tuple[str, int, str]]:
+        frame = self._greenlet.gr_frame
+        frames = StackSummary.extract(walk_stack(frame), lookup_lines=False) if frame is not None else []
+        return [(frame.filename, frame.lineno or 1, frame.name) for frame in reversed(frames)]
 
     def _enter(self, switch: Callable[[Any], object], value: Any) -> None:
         before = self._interleaver.modes

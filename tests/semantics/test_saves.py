@@ -1,3 +1,4 @@
+# ruff: noqa: PT012, PT031, PERF401, RET504 -- a block is what is assigned in it, and may well be several statements
 """What is saved comes home, or there is word of it."""
 
 from __future__ import annotations
