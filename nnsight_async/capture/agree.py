@@ -105,8 +105,6 @@ def _span(instruction: dis.Instruction) -> Span | None:
 
 
 def _unchanged_since_start(filename: str) -> bool:
-    if filename.startswith("<"):  # a prompt gives each text a name of its own
-        return True
     try:
         return Path(filename).stat().st_mtime < _LOADED
     except OSError:

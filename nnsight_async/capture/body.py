@@ -1,20 +1,21 @@
 from __future__ import annotations
 
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nnsight_async.capture.bind import bind
 from nnsight_async.capture.block import Block
 from nnsight_async.capture.compile import template
 from nnsight_async.capture.diagnose import shipping_error
+from nnsight_async.capture.kept import refuse
 from nnsight_async.capture.load import VERSION, Body
 from nnsight_async.capture.scope import Scope
 from nnsight_async.capture.ship import Unshippable, dumps
 from nnsight_async.capture.skip import BodySkip, SkipSignal
-from nnsight_async.errors import CaptureError
+from nnsight_async.errors import CaptureError, ShippingError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from types import FrameType, TracebackType
 
 _MODULE_NAMES = ("__name__", "__package__")  # for imports, warnings and loggers in the body
 
@@ -27,8 +28,13 @@ class BodyCapture:
 
     def __init__(self, frame: FrameType) -> None:
         self._frame = frame
-        self._template = template(frame)
-        self._statement = self._template.statement
+        try:
+            self._template = template(frame)
+            self._statement = self._template.statement
+            if self._template.kept:
+                refuse(self._template.kept, Scope(frame, self._statement).seen, self._statement.source)
+        except CaptureError as error:
+            raise error.with_traceback(_at(frame)) from error.__cause__
         self._skip = BodySkip(frame, self._statement.stop)
 
     def skip(self, entered: object = None) -> None:
@@ -39,6 +45,7 @@ class BodyCapture:
     def leave(self, exc_type: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> bool:
         """Give tracing back; True if the `with` ended because its body was skipped."""
         self._skip.disarm()
+        self._skip.forget()
         if self._skip.fired and (target := self._statement.stop.target) is not None:
             self.bind({target: self._entered})
         if self._skip.caused(exc):
@@ -55,12 +62,13 @@ class BodyCapture:
 
     def block(self) -> Block:
         """The block, with the values that outer names have now; ShippingError names one that cannot travel."""
-        scope = Scope(self._frame, self._statement)
-        free = _present(self._template.free, scope.seen)
-        entries = _present((*self._template.certain, *self._template.possible), scope.own)
         code = self._frame.f_code
+        try:
+            payload = self._payload(*self._values())
+        except (CaptureError, ShippingError) as error:
+            raise error.with_traceback(_at(self._frame)) from error.__cause__
         return Block(
-            payload=VERSION + self._payload(free, entries),
+            payload=VERSION + payload,
             names=self._template.names,
             filename=code.co_filename,
             first_line=self._statement.node.lineno,
@@ -70,6 +78,12 @@ class BodyCapture:
     def bind(self, values: Mapping[str, object]) -> None:
         """Assign `values` to the variables of the caller."""
         bind(self._frame, values, self._statement.declared_global)
+
+    def _values(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the body's globals and its parameters are, as far as they are bound."""
+        scope = Scope(self._frame, self._statement)
+        free = _present(self._template.free, scope.seen)
+        return free, _present((*self._template.certain, *self._template.possible), scope.own)
 
     def _payload(self, free: dict[str, Any], entries: dict[str, Any]) -> bytes:
         try:
@@ -104,6 +118,11 @@ class BodyCapture:
         names = {name: namespace[name] for name in _MODULE_NAMES if name in namespace}
         body = Body(self._template.code(tuple(entries)), {**names, **free}, tuple(entries.values()))
         return dumps(tuple(body), self._template.attributes)
+
+
+def _at(frame: FrameType) -> TracebackType:
+    """For what is said of the body: its traceback ends at the statement, and not in the depths of this package."""
+    return TracebackType(None, frame, frame.f_lasti, frame.f_lineno)
 
 
 def _present(names: tuple[str, ...], value_of: Any) -> dict[str, Any]:

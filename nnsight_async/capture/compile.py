@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nnsight_async.capture.find import find
+from nnsight_async.capture.kept import Kept, kept_outside
 from nnsight_async.capture.live import read_first
 from nnsight_async.capture.rewrite import rewrite_saves
 from nnsight_async.capture.rules import check
-from nnsight_async.capture.source import nested_codes
+from nnsight_async.capture.unlisted import nested_codes
 from nnsight_async.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Template:
     possible: frozenset[str]
     lines: dict[str, int]  # where each name is first used
     attributes: frozenset[str]
+    kept: tuple[Kept, ...]
     statement: Statement
     _body: list[ast.stmt]
     _codes: dict[tuple[str, ...], bytes] = field(default_factory=dict[tuple[str, ...], bytes])
@@ -79,6 +81,7 @@ def _template(statement: Statement) -> Template:
         possible=frozenset(m for m, name in mangled.items() if name in possible and m in own),
         lines=_first_uses(statement),
         attributes=attribute_names(code),
+        kept=kept_outside(statement.node.body, certain, names),
         statement=statement,
         _body=body,
     )

@@ -4,11 +4,13 @@ import ast
 import dis
 import inspect
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from nnsight_async.capture.agree import agree
-from nnsight_async.capture.source import Source, changed, future_flags, nested_codes, source_of
+from nnsight_async.capture.source import Source, changed, future_flags, source_of
 from nnsight_async.capture.stop import ENTERING, Stop, stop_of
+from nnsight_async.capture.unlisted import nested_codes
 from nnsight_async.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def find(frame: FrameType) -> Statement:
     path = _path(source.tree, positions[index], code)
     node = path[-1]
     assert isinstance(node, With)
-    if not any(agree(code, other, node, source.tree) for other in _compiled(source, positions[index])):
+    if not any(agree(code, other, node, source.tree) for other in _compiled(source, positions[index], path[1])):
         raise changed(code, node.lineno)
     around = _function_around(path)
     return Statement(
@@ -94,13 +96,20 @@ def _is_entered_at(node: With, position: Position) -> bool:
     return any((p.lineno, p.end_lineno, p.col_offset, p.end_col_offset) == position for p in places)
 
 
-def _compiled(source: Source, position: Position) -> Iterator[CodeType]:
-    """The codes of the present text that enter a `with` at this position: one, if the text did not change."""
-    for code in nested_codes(source.module):
-        if code.co_firstlineno <= (position[0] or 0):
-            entering = (i for i, p in enumerate(code.co_positions()) if p == position)
-            if any(dis.opname[code.co_code[2 * i]] in ENTERING for i in entering):
-                yield code
+def _compiled(source: Source, position: Position, statement: ast.AST) -> Iterator[CodeType]:
+    """The codes of the present text that enter a `with` at this position: one, if the text did not change.
+
+    IPython compiles each top-level `statement` of a cell alone, and a prompt does so in a mode of its own.
+    """
+    for code in chain([source.module], source.alone(statement)):
+        yield from (inner for inner in nested_codes(code) if _enters_at(inner, position))
+
+
+def _enters_at(code: CodeType, position: Position) -> bool:
+    if code.co_firstlineno > (position[0] or 0):
+        return False
+    entering = (i for i, p in enumerate(code.co_positions()) if p == position)
+    return any(dis.opname[code.co_code[2 * i]] in ENTERING for i in entering)
 
 
 def _function_around(path: list[ast.AST]) -> ast.AST:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ast
 import weakref
+from functools import partial
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nnsight_async.capture.agree import Span, agree
 from nnsight_async.capture.compile import attribute_names
-from nnsight_async.capture.rewrite import SaveRewriter
+from nnsight_async.capture.kept import Kept, kept_outside, refuse
+from nnsight_async.capture.live import read_first
+from nnsight_async.capture.rewrite import SaveRewriter, rewrite_saves
 from nnsight_async.capture.source import Source, source_of
 from nnsight_async.errors import CaptureError
 
@@ -22,6 +25,8 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 class _Recompiled(NamedTuple):
     code: CodeType | None  # None: it saves nothing, or its source cannot be had
     names: tuple[str, ...]
+    kept: tuple[Kept, ...] = ()
+    source: Source | None = None
 
 
 _NOTHING = _Recompiled(None, ())
@@ -29,8 +34,13 @@ _known: dict[tuple[int, bool], _Recompiled] = {}
 
 
 def recompiled(function: FunctionType, *, named: bool) -> tuple[FunctionType, tuple[str, ...]]:
-    """`function` with its saves rewritten, and the names they supply if `named`."""
+    """`function` with its saves rewritten, and the names they supply if `named`.
+
+    Raises `CaptureError` if it saves something into an object from outside, of which the worker has a copy.
+    """
     result = _of_code(function.__code__, function.__globals__, named)
+    if result.kept and result.source is not None:
+        refuse(result.kept, partial(_outer_value, function), result.source)
     if result.code is None:
         return function, ()
     return with_code(function, result.code), result.names
@@ -70,7 +80,23 @@ def _recompile(code: CodeType, namespace: dict[str, Any], named: bool) -> _Recom
     rewriter = SaveRewriter(named=named)
     _rewrite(next(_nodes(tree, code)), rewriter)
     result = _follow(source.compile(tree), path)
-    return _Recompiled(result, tuple(rewriter.names)) if _same_call(result, code) else _NOTHING
+    if not _same_call(result, code):
+        return _NOTHING
+    return _Recompiled(result, tuple(rewriter.names), _kept(node, code), source)
+
+
+def _kept(node: _Function | None, code: CodeType) -> tuple[Kept, ...]:
+    if node is None or isinstance(node, ast.Lambda):
+        return ()
+    outer = read_first(node.body)[0] - {*code.co_varnames, *code.co_cellvars}
+    return kept_outside(node.body, outer, rewrite_saves(node.body)[1])
+
+
+def _outer_value(function: FunctionType, name: str) -> Any:
+    """The value of a name that a function has from outside; KeyError or ValueError if it has none."""
+    if name in function.__code__.co_freevars and function.__closure__ is not None:
+        return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
+    return function.__globals__[name]
 
 
 def _rewrite(node: _Function, rewriter: SaveRewriter) -> None:

@@ -15,6 +15,7 @@ from nnsight_async.capture.compile import attribute_names
 from nnsight_async.capture.load import ORIGIN, load_code, reference, set_class_state
 from nnsight_async.capture.recompile import recompiled
 from nnsight_async.capture.userland import is_user_module
+from nnsight_async.errors import CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
@@ -60,6 +61,8 @@ class _BlockPickler(cloudpickle.Pickler):
     def dumps(self, value: object) -> bytes:
         try:
             self.dump(value)
+        except CaptureError:  # about a function that goes too
+            raise
         except Exception as error:
             raise Unshippable(self._current) from error
         finally:

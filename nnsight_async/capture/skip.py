@@ -59,6 +59,10 @@ class BodySkip:
         self.frame.f_trace_lines, self.frame.f_trace_opcodes = self._lines, self._opcodes
         self._tracer = self._previous = None
 
+    def forget(self) -> None:
+        """The `with` has been left: nothing keeps its frame, with all its variables, when the function has returned."""
+        self._signal.__traceback__ = None
+
     def caused(self, error: BaseException | None) -> bool:
         """Whether `error` is this skip's signal, alone or wrapped by a task group that is part of the same `with`."""
         if isinstance(error, BaseExceptionGroup):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from nnsight_async.capture.unlisted import unlisted_lines
 from nnsight_async.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -43,15 +44,20 @@ class Source:
     def compile(self, tree: ast.Module) -> CodeType:
         return compile(tree, self.filename, "exec", self.flags, dont_inherit=True)
 
+    def alone(self, statement: Any) -> Iterator[CodeType]:
+        """One statement of the text, compiled as the whole of a file and as what is typed at a prompt."""
+        yield self.compile(ast.Module([statement], []))
+        yield compile(ast.Interactive([statement]), self.filename, "single", self.flags, dont_inherit=True)
+
 
 def source_of(code: CodeType, namespace: Mapping[str, Any]) -> Source:
     """The present source of `code`; CaptureError where there is none."""
     filename = code.co_filename
     linecache.checkcache(filename)
     lines = linecache.getlines(filename, dict(namespace) if "__loader__" in namespace else None)
-    if not lines:
-        raise no_source(code)
     flags = future_flags(code) | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
+    if not lines and not (lines := unlisted_lines(code, flags)):
+        raise no_source(code)
     known = _cache.get((filename, flags))
     if known is not None and (known[0] is lines or known[0] == lines):
         return known[1]
@@ -74,14 +80,6 @@ def _read(code: CodeType, lines: list[str], flags: int) -> Source:
 
 def future_flags(code: CodeType) -> int:
     return code.co_flags & _FUTURE_FLAGS
-
-
-def nested_codes(code: CodeType) -> Iterator[CodeType]:
-    """`code` and every code object inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from nested_codes(constant)
 
 
 def no_source(code: CodeType) -> CaptureError:

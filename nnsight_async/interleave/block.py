@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
+from traceback import StackSummary, walk_stack
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
@@ -15,7 +16,7 @@ from nnsight_async.errors import (
     OutOfOrderError,
 )
 from nnsight_async.interleave.cache import Cache
-from nnsight_async.interleave.console import Console
+from nnsight_async.interleave.console import Console, warn
 from nnsight_async.interleave.context import BlockGreenlet
 from nnsight_async.interleave.locations import Location, expression
 from nnsight_async.interleave.modes import Modes
@@ -38,6 +39,12 @@ UNWINDING = 1.0
 MODES_CHANGED = (
     "a block waited for a location, or ended, with a mode of torch switched (inference mode, autocast, a default "
     "device or dtype, ...); close every `with torch....:` before the next location is read"
+)
+
+REPLACED = (
+    "what is saved here is bound to no name, and replaces what this step has saved under the same text, {!r}: assign "
+    'it to a name in the block, give it one with save(value, "name"), or append it to a list that was saved once, '
+    "`values = save([])`"
 )
 
 Program = Callable[[Any, Tracer], object]
@@ -70,6 +77,8 @@ class BlockRun:
         self.next_step = 0
         self.saves = Saves(budget)
         self.error: BaseException | None = None
+        self.stood: list[tuple[str, int, str]] = []
+        """Where the block waited (file, line and function, from the outside in) when an error ended it from outside."""
         self.stopped = False
         self.wrote = False
         self.finished = False
@@ -116,6 +125,7 @@ class BlockRun:
 
     def fail(self, error: BaseException) -> None:
         """End the block with `error`, which it is not given a chance to handle."""
+        self.stood = self._stands()
         self.kill()
         self.error = error
 
@@ -139,6 +149,11 @@ class BlockRun:
                 break
             self._turn(self._greenlet.throw, greenlet.GreenletExit)
         self.finished, self.waits = True, None
+
+    def _stands(self) -> list[tuple[str, int, str]]:
+        frame = self._greenlet.gr_frame
+        frames = StackSummary.extract(walk_stack(frame), lookup_lines=False) if frame is not None else []
+        return [(frame.filename, frame.lineno or 1, frame.name) for frame in reversed(frames)]
 
     def _enter(self, switch: Callable[[Any], object], value: Any) -> None:
         before = self._interleaver.modes
@@ -205,7 +220,11 @@ class BlockRun:
         self._at(location).show(view, part)
 
     def save(self, value: Any, name: str | None = None, label: str | None = None) -> Any:
-        self.saves.add(name or label or "save", value)
+        if name is None:
+            name = label or "save"
+            if self.saves.would_replace(name, value):
+                warn(REPLACED.format(name))
+        self.saves.add(name, value)
         return value
 
     def module(self, path: str) -> torch.nn.Module:

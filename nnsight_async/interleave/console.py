@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import io
+import sys
 import warnings
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from nnsight_async.interleave.context import running
+
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 
 Warned = tuple[str, str, str, int]
 """A warning raised in a block: its category by name, its message, file and line."""
@@ -57,3 +62,12 @@ def keep_warnings() -> None:
             block.console.warned.append((name, str(message), filename, lineno))
 
     warnings.showwarning = showwarning
+
+
+def warn(message: str) -> None:
+    """Warn of what the nearest line of the block does that is not in this package."""
+    frame: FrameType = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame.f_code.co_filename.startswith(_PACKAGE) and frame.f_back is not None:
+        frame = frame.f_back
+    seen = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=seen)

@@ -47,29 +47,41 @@ class Saves:
 
     budget: int
     spent: int = 0
+    _pending: int = 0
     _fresh: dict[str, Any] = field(default_factory=dict[str, Any])
     _tracked: dict[str, _Tracked] = field(default_factory=dict[str, _Tracked])
 
     def add(self, name: str, value: Any) -> None:
         check_name(name)
         check(value, name)
+        pending = self._pending + size(value) - (size(self._fresh[name]) if name in self._fresh else 0)
+        self._check_budget(self.spent + pending)
+        self._pending = pending
         self._tracked.pop(name, None)
         self._fresh[name] = value
+
+    def would_replace(self, name: str, value: Any) -> bool:
+        """Whether another value has been saved under `name` in this step."""
+        return name in self._fresh and self._fresh[name] is not value
 
     def collect(self) -> list[Entry]:
         """Entries for all that was saved or added since the last call; `SaveBudgetError` past the budget."""
         entries = [entry for name, tracked in self._tracked.items() for entry in _added(name, tracked)]
         entries += [self._first(name, value) for name, value in self._fresh.items()]
         self._fresh.clear()
+        self._pending = 0
         for entry in entries:
             check(entry.value, entry.name)
             self.spent += size(entry.value)
-        if self.spent > self.budget:
+        self._check_budget(self.spent)
+        return entries
+
+    def _check_budget(self, wanted: int) -> None:
+        if wanted > self.budget:
             raise SaveBudgetError(
-                f"this run has saved {self.spent:,} bytes, more than max_save_bytes={self.budget:,}; save less (fewer "
+                f"this run has saved {wanted:,} bytes, more than max_save_bytes={self.budget:,}; save less (fewer "
                 "rows, fewer steps, a reduction of the value) or build the model with a larger max_save_bytes"
             )
-        return entries
 
     @property
     def empty(self) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from types import CodeType, TracebackType
 from typing import Any
 
+import greenlet
 import msgspec
 
 from nnsight_async.errors import BlockError
@@ -15,6 +19,10 @@ LINKS = 8
 """How many exceptions of a chain (`raise ... from ...`) travel."""
 
 FRAMES = 30
+
+
+Place = tuple[str, int, str]
+"""Where code stands: a file, a line, and the name of the function."""
 
 
 class _Place(msgspec.Struct, array_like=True):
@@ -33,19 +41,26 @@ class _Failure(msgspec.Struct, array_like=True):
     context: _Failure | None = None
 
 
-def pack(error: BaseException, note: str) -> bytes:
-    """The exception as bytes: its type, message, chain, and the block's part of its traceback. Never raises."""
+def pack(error: BaseException, note: str, stood: Sequence[Place] = ()) -> bytes:
+    """The exception as bytes: its type, message, chain, and the block's part of its traceback. Never raises.
+
+    `stood` is where the block waited, for an exception that was not raised in it.
+    """
     try:
         failure = _packed(error, LINKS)
     except Exception:  # code of the user's own class raised
         failure = _Failure(type(error).__qualname__, _text(error), [], [], None)
     failure.notes.append(note)
+    failure.places = failure.places or [_Place(*place) for place in _users(stood)]
     return msgspec.msgpack.encode(failure)
 
 
-def unpack(packed: bytes) -> BaseException:
-    """The exception, with a traceback whose last lines are the user's own."""
-    return _unpacked(msgspec.msgpack.decode(packed, type=_Failure))
+def unpack(packed: bytes, beginning: Place | None = None) -> BaseException:
+    """The exception, with a traceback whose last lines are the user's own: those where its block begins, at least."""
+    failure = msgspec.msgpack.decode(packed, type=_Failure)
+    if not failure.places and beginning is not None:
+        failure.places = [_Place(*beginning)]
+    return _unpacked(failure)
 
 
 def _packed(error: BaseException, links: int) -> _Failure:
@@ -54,7 +69,7 @@ def _packed(error: BaseException, links: int) -> _Failure:
     return _Failure(
         kind=type(error).__qualname__,
         message=_text(error),
-        places=[_Place(frame.filename, frame.lineno or 1, frame.name) for frame in _own(error)],
+        places=[_Place(*place) for place in _places(error)],
         notes=[_sendable(str(note)) for note in getattr(error, "__notes__", [])],
         pickled=exceptions.dumps(error),
         cause=None if cause is None else _packed(cause, links - 1),
@@ -84,23 +99,32 @@ def _raisable(failure: _Failure) -> BaseException:
     return stands_in
 
 
-def _own(error: BaseException) -> list[traceback.FrameSummary]:
-    """Frames from the block's first one on, without ours below the user's last line when the error is one of ours."""
+def _places(error: BaseException) -> list[Place]:
     frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
-    start = 0
-    while start < len(frames) - 1 and _is_ours(frames[start].filename):
+    return _users([(frame.filename, frame.lineno or 1, frame.name) for frame in frames])
+
+
+def _users(places: Sequence[Place]) -> list[Place]:
+    """From the block's first line to the last that is the user's: neither ours nor below what the user called."""
+    start, stop = 0, len(places)
+    while start < stop and _is_ours(places[start][0]):
         start += 1
-    stop = len(frames)
-    while stop > start + 1 and _is_ours(frames[stop - 1].filename):
+    while stop > start and places[stop - 1][0].startswith(_LIBRARIES):
         stop -= 1
-    return frames[max(start, stop - FRAMES) : stop]
+    return list(places[max(start, stop - FRAMES) : stop])
 
 
 def _is_ours(filename: str) -> bool:
-    return filename.startswith(_PACKAGE) and "/testing/" not in filename
+    return filename.startswith(_PACKAGE)
 
 
-_PACKAGE = __file__.rsplit("/", 2)[0] + "/"
+def _folder(module: str) -> str:
+    spec = find_spec(module)
+    return f"{Path(spec.origin).parent}/" if spec is not None and spec.origin else "//"
+
+
+_PACKAGE = _folder("nnsight_async")
+_LIBRARIES = (_PACKAGE, _folder("torch"), _folder("vllm"))
 
 
 def _text(error: BaseException) -> str:
@@ -115,7 +139,15 @@ def _sendable(text: str) -> str:
 
 
 def _traceback(places: list[_Place]) -> TracebackType | None:
-    """A traceback through `places`, made of frames that stand at those files and lines."""
+    """A traceback through `places`, made of frames that stand at those files and lines.
+
+    They are made in a greenlet, whose frames know nothing of the caller's: an exception must not keep alive all that
+    the engine's loop was holding when it came.
+    """
+    return greenlet.greenlet(_linked).switch(places)
+
+
+def _linked(places: list[_Place]) -> TracebackType | None:
     found: TracebackType | None = None
     for place in reversed(places):
         found = _link(place, found)

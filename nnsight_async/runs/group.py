@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_async.runs.job import Job
 from nnsight_async.runs.run import Run
+from nnsight_async.runs.unheard import Hearing
 
 if TYPE_CHECKING:
     from nnsight_async.capture.block import Block
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
 
 def planned(request: Request, block: Block | None) -> Run | Sequences:
     """The run that `request` asks for, not yet started; with `n` above 1, that many."""
-    runs = [Run(one, block) for one in request.sequences()]
+    hearing = Hearing()
+    runs = [Run(one, block, hearing) for one in request.sequences()]
     return runs[0] if len(runs) == 1 else Sequences(runs)
 
 
@@ -48,6 +50,10 @@ class Group(Job):
     def cancel(self) -> None:
         for part in self.parts:
             part.cancel()
+
+    def hear(self) -> None:
+        for part in self.parts:
+            part.hear()
 
     def runs(self) -> Iterator[Run]:
         for part in self.parts:

@@ -125,9 +125,7 @@ class InvokeTrace:
         group = _group(invokes)
         self._launcher.launch(group)
         self._attach(group, invokes)
-        values = settle(group).values
-        for invoke in invokes:
-            invoke.bind(values)
+        self._bind(settle(group).values, invokes)
         group.check()
 
     async def __aenter__(self) -> InvokeTracer:
@@ -144,9 +142,12 @@ class InvokeTrace:
         group = _group(invokes)
         await self._launcher.alaunch(group)
         self._attach(group, invokes)
-        values = {name: Saved(group, name) for name in group.names}
+        self._bind({name: Saved(group, name) for name in group.names}, invokes)
+
+    def _bind(self, values: Mapping[str, object], invokes: list[Invoke]) -> None:
         for invoke in invokes:
             invoke.bind(values)
+        invokes.clear()  # they know the frame around them, which knows the tracer, which knows them
 
     def _attach(self, group: Invokes, invokes: list[Invoke]) -> None:
         self._tracer.attach(group)

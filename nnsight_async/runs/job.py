@@ -56,6 +56,10 @@ class Job(ABC):
         """Abort, from any thread; what waits gets `RunCancelledError`."""
 
     @abstractmethod
+    def hear(self) -> None:
+        """The caller is told of what failed, so that it need not be logged."""
+
+    @abstractmethod
     def runs(self) -> Iterator[Run]:
         """The single requests that this consists of."""
 
@@ -63,6 +67,7 @@ class Job(ABC):
         """Raise the error of a run that failed, with the traceback that it came with, however often it is raised."""
         run = self.failed(name)
         if run is not None and run.error is not None:
+            run.hear()
             raise run.error.with_traceback(run.traceback)
 
     @abstractmethod

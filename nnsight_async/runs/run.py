@@ -9,11 +9,12 @@ from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nnsight_async.errors import RunCancelledError
+from nnsight_async.errors import EngineClosedError, RunCancelledError
 from nnsight_async.runs import echo, failures
 from nnsight_async.runs.job import Job
 from nnsight_async.runs.ledger import Ledger
 from nnsight_async.runs.token import Token
+from nnsight_async.runs.unheard import Hearing
 
 if TYPE_CHECKING:
     from nnsight_async.capture.block import Block
@@ -42,7 +43,7 @@ class Run(Job):
     Token `i` is let out when the frame of step `i` is there, and a value becomes visible with the token of its step.
     """
 
-    def __init__(self, request: Request, block: Block | None = None) -> None:
+    def __init__(self, request: Request, block: Block | None = None, hearing: Hearing | None = None) -> None:
         super().__init__(block.names if block is not None else ())
         self.key = next(_keys)
         self.request = request
@@ -57,6 +58,7 @@ class Run(Job):
         self._failure: _Failure | None = None
         self._call: Callable[[], None] | None = None
         self._lock = RLock()
+        self._hearing = hearing or Hearing()
         self._warned: list[echo.Warned] = []
 
     # -- fed by the engine's loop ----------------------------------------------------------------------------------
@@ -89,7 +91,7 @@ class Run(Job):
             self._warned += frame.warned
             self.ledger.file(frame)
             if frame.error is not None and self._failure is None:
-                error = failures.unpack(frame.error)
+                error = failures.unpack(frame.error, self._beginning)
                 error.add_note(f"prompt: {failures.describe(self.request.prompt)}")
                 self._failure = _Failure(None if frame.ended else frame.step, error)
             self._advance()
@@ -99,6 +101,8 @@ class Run(Job):
         with self._lock:
             if not self.settled:
                 self.error, self.traceback = error, error.__traceback__
+                if not isinstance(error, (RunCancelledError, EngineClosedError)):  # which the caller has asked for
+                    self._hearing.owe(self, error)
                 self._settle()
 
     # -- used by callers -------------------------------------------------------------------------------------------
@@ -116,6 +120,9 @@ class Run(Job):
 
     def failed(self, name: str | None = None) -> Run | None:
         return None if self.error is None else self
+
+    def hear(self) -> None:
+        self._hearing.give()
 
     def outcome(self) -> Any:
         self.warn()
@@ -154,6 +161,12 @@ class Run(Job):
             reason = "stop"
         request = self.request
         self.take(Token(number, text, index, logprob, saves, reason, request.invoke, request.sequence))
+
+    @property
+    def _beginning(self) -> failures.Place | None:
+        """The line of the block's `with` or `def`."""
+        block = self.block
+        return None if block is None or not block.first_line else (block.filename, block.first_line, block.function)
 
     def _was_aborted(self) -> bool:
         """Whether somebody else ended the request before the worker had seen it: no frame will come."""

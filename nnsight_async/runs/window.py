@@ -85,6 +85,7 @@ class Window:
             return MapResult(index, prompt, error=job)
         run = job.failed()
         if run is not None:
+            job.hear()
             return MapResult(index, prompt, error=run.error)
         return MapResult(index, prompt, job.outcome(), job.values)
 
@@ -96,6 +97,7 @@ class Window:
         for _, job in held.values():
             if not isinstance(job, Exception):
                 job.cancel()
+                job.hear()
         self._arrivals.clear()
 
     def _arrive(self, index: int) -> None:

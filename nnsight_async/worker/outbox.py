@@ -45,7 +45,8 @@ class Outbox:
                 entries = [self._packed(entry) for entry in run.saves.collect()]
             except Exception as error:
                 run.fail(error)
-        failure = failures.pack(run.error, f"in step {max(run.step, 0)} of the run") if run.error else None
+        note = f"in step {max(run.step, 0)} of the run"
+        failure = failures.pack(run.error, note, run.stood) if run.error else None
         if failure is not None:
             entries = []
         printed, warned = run.console.take()

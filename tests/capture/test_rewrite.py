@@ -23,7 +23,7 @@ SAVES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "x.save()": ({"x": 3}, ("x",)),
     "(x + 1).save()": ({"x + 1": 4}, ()),
     "pair[0].save()": ({"pair[0]": 3}, ()),
-    "box['k'] = x.save()": ({"x": 3}, ()),
+    "box = {}; box['k'] = x.save()": ({"x": 3}, ()),
     "h = x.save() if y else None": ({"h": 3}, ("h",)),
     "h = x.save() + 1": ({"x": 3}, ()),
     "h = (a := x.save())": ({"h": 3, "a": 3}, ("h", "a")),
@@ -55,7 +55,7 @@ def test_what_is_saved(text: str, expected: Any, cell: Any, trace: Any, saves: A
     import io
     from nnsight_async.interleave.context import save
     from nnsight_async.interleave import context as package
-    x, y, pair, box, sink = 3, 4, (3, 4), {}, io.StringIO()
+    x, y, pair, sink = 3, 4, (3, 4), io.StringIO()
     with trace() as run:
     """) + textwrap.indent(text, "    ")
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import sys
 import threading
+import weakref
 from typing import Any
 
 import pytest
 
+from nnsight_async.capture.body import BodyCapture
 from nnsight_async.errors import CaptureError
 
 
@@ -92,6 +95,52 @@ def test_a_later_context_manager_that_swallows_everything(trace: Any) -> None:
     assert (x, run.captured) == (1, True)
 
 
+class Skipping:
+    """Skips the body of a `with`, and knows nobody who knows it."""
+
+    def __enter__(self) -> None:
+        self._capture = BodyCapture(sys._getframe(1))
+        self._capture.skip()
+
+    def __exit__(self, *error: object) -> bool:
+        return self._capture.leave(*error)  # type: ignore[arg-type]
+
+    def __aenter__(self) -> Any:
+        self._capture = BodyCapture(sys._getframe(1))
+        self._capture.skip()
+        return asyncio.sleep(0)
+
+    async def __aexit__(self, *error: object) -> bool:
+        return self._capture.leave(*error)  # type: ignore[arg-type]
+
+
+class Held:
+    pass
+
+
+def returns_after_with() -> weakref.ref[Held]:
+    held = Held()
+    with Skipping():
+        held.x = 1  # type: ignore[attr-defined]
+    return weakref.ref(held)
+
+
+async def returns_after_async_with() -> weakref.ref[Held]:
+    held = Held()
+    async with Skipping():
+        held.x = 1  # type: ignore[attr-defined]
+    return weakref.ref(held)
+
+
+def test_a_function_that_has_returned_keeps_nothing() -> None:
+    gc.disable()  # nothing is left to it
+    try:
+        assert returns_after_with()() is None
+        assert asyncio.run(returns_after_async_with())() is None
+    finally:
+        gc.enable()
+
+
 class Recorder:
     """A line tracer such as coverage's, in Python."""
 
@@ -159,7 +208,8 @@ def test_a_debugger_keeps_its_hold_on_the_frame(trace: Any, untraced: None) -> N
 
 
 def test_the_trace_function_of_coverage(trace: Any, untraced: None, tmp_path: Any) -> None:
-    coverage = pytest.importorskip("coverage")
+    import coverage
+
     measuring = coverage.Coverage(data_file=None, include=[__file__], config_file=False)
     with measuring.collect():
         _measured(trace)

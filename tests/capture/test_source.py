@@ -203,18 +203,20 @@ print(t.c.block().names)
 """
 
 
-@pytest.mark.skipif(sys.version_info < (3, 13), reason="Python keeps the text of -c from 3.13 on")
-def test_python_dash_c() -> None:
-    result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("options", [["-c"], ["-Bc"], ["-X", "dev", "-c"]], ids=" ".join)
+def test_python_dash_c(options: list[str]) -> None:
+    command = [sys.executable, *options, SCRIPT, "an argument"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
 
     assert result.stdout == "('x',)\n"
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 13), reason="Python keeps the text of -c from 3.13 on")
-def test_python_dash_c_names_the_function_form() -> None:
-    result = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=False)
+def test_another_text_beside_that_of_python_dash_c() -> None:
+    program = f"exec({SCRIPT!r}.replace('(1)', '(2)'))\n{SCRIPT}"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert "def probe(model, tracer)" in result.stderr
+    assert result.stdout == ""
 
 
 def test_a_script(tmp_path: Path) -> None:
@@ -225,16 +227,65 @@ def test_a_script(tmp_path: Path) -> None:
     assert result.stdout == "('x',)\n"
 
 
-def test_an_ipython_cell(trace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("IPython")
+@pytest.fixture
+def shell(trace: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     from IPython.core.interactiveshell import InteractiveShell
 
-    shell = InteractiveShell(user_ns={"trace": trace})
-    try:
-        shell.run_cell("a = 1\nwith trace():\n    x = a + 1\n    x.save()\n").raise_error()
-        shell.run_cell("async with trace():\n    y = x + 1\n    y.save()\n").raise_error()
-    finally:
-        shell.history_manager.end_session()
+    shell = InteractiveShell.instance(user_ns={"trace": trace})
+    yield shell
+    shell.history_manager.end_session()
+    InteractiveShell.clear_instance()
 
-    assert (shell.user_ns["x"], shell.user_ns["y"]) == (2, 3)
+
+def run_cells(shell: Any, *cells: str) -> Any:
+    for cell in cells:
+        shell.run_cell(cell, store_history=True).raise_error()
+    return shell.user_ns["x"]
+
+
+BLOCK = "with trace():\n    x = a + 1\n    x.save()\n"
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        BLOCK,
+        BLOCK + "x\n",
+        "a = 1\n" + BLOCK + "x\n",
+        "async " + BLOCK,
+        "async " + BLOCK + "import asyncio\nawait asyncio.sleep(0)\n",
+        "if a:\n    with trace():\n        x = a + 1\n        x.save()\n",
+        "for a in [1]:\n    async with trace():\n        x = a + 1\n        x.save()\n",
+    ],
+)
+@pytest.mark.parametrize("name", ["<ipython-input-1>", "/tmp/ipykernel_1/1.py"], ids=["prompt", "kernel"])
+def test_an_ipython_cell(cell: str, name: str, shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell.compile, "get_code_name", lambda *texts: name)
+
+    assert run_cells(shell, "a = 1", cell) == 2
+    assert run_cells(shell, "a = 1", cell.replace("a + 1", "a + 2")) == 3
+
+
+@pytest.mark.parametrize("magic", ["%%time", "%%capture", "%%prun -q", "%time"])
+def test_an_ipython_cell_under_a_magic(magic: str, shell: Any) -> None:
+    block = BLOCK if magic.startswith("%%") else "with trace(): x = (a + 1).save()"
+    separator = "\n" if magic.startswith("%%") else " "
+    cells = [f"{magic}{separator}{block}", f"{magic}{separator}{block}x\n" if magic == "%%time" else "a"]
+
+    assert run_cells(shell, "a = 1", *cells) == 2
+    assert run_cells(shell, "a = 2", *cells) == 3
+
+
+def test_a_function_from_a_cell_under_a_magic(shell: Any) -> None:
+    cell = "%%time\ndef {}():\n    with trace():\n        x = {}\n        x.save()\n    return x\n"
+    run_cells(shell, "x = 0", cell.format("one", 1), cell.format("two", 2))
+
+    assert run_cells(shell, "x = one(), two()") == (1, 2)
+
+
+def test_a_magic_that_changes_the_text(shell: Any) -> None:
+    shell.run_cell("a = 1")
+
+    with pytest.raises(CaptureError, match=r"<magic-timeit>.*cannot be had"):
+        shell.run_cell("%%timeit -n1 -r1\n" + BLOCK, store_history=True).raise_error()

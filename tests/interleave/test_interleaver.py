@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import linecache
 import os
 import threading
 import time
@@ -346,6 +347,28 @@ def test_prints_and_warnings_are_kept(capsys):
     assert text == "seen 2\n"
     assert [entry[:2] for entry in warned] == [("builtins.UserWarning", "careful")]
     assert capsys.readouterr().out == ""
+
+
+def test_a_save_that_replaces_another_of_its_step_under_no_name_warns_at_its_line():
+    bench = Bench()
+
+    def block(m, t):
+        for step in t.iter[:]:
+            kept = save(read("layers.0"))
+            save(kept), save(kept)  # the same
+            save(step, "named"), save(-step, "named")
+            t.save(kept + 1)  # another
+
+    run = bench.add(1, block, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        keep_warnings()
+        bench.step({1: rows(2, 1)})
+        bench.step({1: rows(1, 1)})
+    _, ((category, message, filename, line),) = run.console.take()
+    assert (category, filename) == ("builtins.UserWarning", __file__)
+    assert linecache.getline(filename, line).strip() == "t.save(kept + 1)  # another"
+    assert "bound to no name, and replaces" in message
 
 
 def test_a_view_of_an_input_is_edited_for_everyone_who_holds_the_tensor():

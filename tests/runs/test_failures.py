@@ -114,6 +114,64 @@ def test_the_traceback_ends_where_it_was_raised():
     assert (entry.filename, entry.name, entry.line) == (__file__, "raised", "raise error")
 
 
+def called(call: Any) -> BaseException:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError
+
+
+def test_the_traceback_ends_with_the_user_and_not_in_torch_or_in_this_package():
+    import torch
+
+    def user() -> None:
+        torch.nn.functional.interpolate(torch.zeros(2), 3)
+
+    assert "torch/nn" in traceback.extract_tb(called(user).__traceback__)[-1].filename
+    entry = traceback.extract_tb(failures.unpack(failures.pack(called(user), "")).__traceback__)[-1]
+    assert (entry.filename, entry.line) == (__file__, "torch.nn.functional.interpolate(torch.zeros(2), 3)")
+
+    entry = traceback.extract_tb(failures.unpack(failures.pack(called(save_nowhere), "")).__traceback__)[-1]
+    assert (entry.filename, entry.name) == (__file__, "save_nowhere")
+
+
+def save_nowhere() -> None:
+    from nnsight_async import save
+
+    save(1)
+
+
+def test_one_that_was_not_raised_in_the_block_ends_where_the_block_stood():
+    ours = str(ROOT / "nnsight_async/interleave/block.py")
+    stood = [(ours, 1, "_main"), (__file__, 3, "block"), (__file__, 5, "helper"), (ours, 2, "read")]
+    found = failures.unpack(failures.pack(ValueError("x"), "", stood), ("other.py", 1, "f"))
+    assert [(entry.lineno, entry.name) for entry in traceback.extract_tb(found.__traceback__)] == [
+        (3, "block"),
+        (5, "helper"),
+    ]
+
+
+def test_one_that_was_not_raised_in_any_block_ends_where_the_block_begins():
+    found = failures.unpack(failures.pack(ValueError("x"), ""), (__file__, 7, "f"))
+    (entry,) = traceback.extract_tb(found.__traceback__)
+    assert (entry.filename, entry.lineno, entry.name) == (__file__, 7, "f")
+
+
+def test_the_traceback_keeps_nothing_of_who_receives_it():
+    def receive() -> BaseException:
+        return returned(KeyError("x"))
+
+    error = receive()
+    frame = error.__traceback__ and error.__traceback__.tb_frame
+    around = []
+    while frame is not None:
+        around.append(frame.f_code.co_name)
+        frame = frame.f_back
+    assert "raised" in around
+    assert not {"receive", "returned", "unpack"} & set(around)
+
+
 def test_a_class_that_only_the_other_process_has():
     source = (
         "import sys\nfrom nnsight_async.runs import failures\n"

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
+import operator
 import sys
+import threading
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import greenlet
@@ -148,6 +153,21 @@ def switches_modes(model: Any, tracer: Any) -> None:
     model.logits
 
 
+def appends_too_much(model: Any, tracer: Any) -> None:
+    kept = save([], "kept")
+    for _ in tracer.iter[:]:
+        kept.append(torch.zeros(1).expand(1 << 30))
+
+
+def shrinks_and_goes_on(model: Any, tracer: Any) -> None:
+    model.model.layers[1].mlp.output.resize_(3, 3)
+    model.logits
+
+
+def misuses_torch(model: Any, tracer: Any) -> None:
+    torch.nn.functional.interpolate(model.logits, 3)
+
+
 def catches_everything(model: Any, tracer: Any) -> None:
     model.logits
     for _ in range(3):
@@ -187,6 +207,8 @@ FAULTS = {
     "text that cannot be written": (saves_half_a_character, SaveError, "half"),
     "after the end": (reads_too_long, GenerationEndedError, "after the last step"),
     "too many bytes": (saves_too_much, SaveBudgetError, "max_save_bytes"),
+    "too many bytes appended": (appends_too_much, SaveBudgetError, "max_save_bytes"),
+    "torch misused": (misuses_torch, NotImplementedError, None),
     "modes": (switches_modes, NNsightError, "mode of torch"),
     "errors that are caught": (catches_everything, RefusedError, "gave up"),
 }
@@ -223,9 +245,29 @@ async def test_a_fault_ends_its_own_run(model, expected, probe, kind, words):
 def test_a_fault_in_sync_form(model, expected, probe, kind, words):
     beside = model.run(OTHER, reads_logits, **GREEDY)
     outcome = beside.result
-    with pytest.raises(kind, match=words):
+    with pytest.raises(kind, match=words) as caught:
         model.run(PROMPT, probe, **GREEDY).result(timeout=30)
+    assert last_entry(caught.value).filename == __file__
     assert_unharmed(outcome(timeout=30), expected)
+
+
+@pytest.mark.parametrize(
+    ("probe", "line"),
+    [
+        (saves_too_much, 'save(torch.zeros(1).expand(1 << 30), "much")'),
+        (appends_too_much, "for _ in tracer.iter[:]:"),
+        (shrinks, "def shrinks(model: Any, tracer: Any) -> None:"),
+        (shrinks_and_goes_on, "model.logits"),
+        (switches_modes, "model.logits"),
+        (misuses_torch, "torch.nn.functional.interpolate(model.logits, 3)"),
+        (reads_backwards, "model.model.layers[1].output"),
+        (reads_too_long, "model.logits"),
+    ],
+)
+def test_the_line_of_what_was_not_raised_in_the_block_itself(model, probe, line):
+    with pytest.raises(Exception) as caught:  # noqa: PT011  any
+        model.run(PROMPT, probe, **GREEDY).result(timeout=30)
+    assert (last_entry(caught.value).filename, last_entry(caught.value).line) == (__file__, line)
 
 
 async def test_nothing_of_them_is_left(model):
@@ -256,6 +298,67 @@ async def test_it_surfaces_wherever_the_run_is_waited_for(model):
         await collect(hidden.stream(), values)
     assert [value.shape[0] for value in values] == [7, 1]
     assert len(traceback.extract_tb(caught.value.__traceback__)) < 12
+
+
+class Log(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.records: list[logging.LogRecord] = []
+        self.came = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+        self.came.set()
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    found = Log()
+    logging.getLogger("nnsight_async").addHandler(found)
+    yield found
+    logging.getLogger("nnsight_async").removeHandler(found)
+
+
+async def test_an_error_that_nobody_asks_for_is_logged_once(model, log):
+    async def leave() -> None:
+        async with model.trace(PROMPT, **GREEDY):
+            hidden = model.model.layers[1].output[0].save()
+            raise RefusedError("unheard")
+
+    await leave()
+    assert await asyncio.to_thread(log.came.wait, 30)
+    await drained(model)
+    (record,) = log.records
+    assert (record.levelno, record.name) == (logging.ERROR, "nnsight_async.runs.unheard")
+    shown = "".join(traceback.format_exception(*record.exc_info))
+    assert f'line {leave.__code__.co_firstlineno + 3}, in leave\n    raise RefusedError("unheard")\n' in shown
+    assert shown.endswith(f"RefusedError: unheard\nin step 0 of the run\nprompt: {PROMPT}\n")
+
+
+async def test_an_error_of_one_invoke_that_nobody_asks_for_is_logged_once(model, log):
+    async def leave() -> list[int]:
+        async with model.trace(**GREEDY) as tracer:
+            async with tracer.invoke(PROMPT):
+                raise RefusedError("unheard")
+            async with tracer.invoke(PROMPT) as other:
+                top = model.logits.argmax(-1).save()
+        return list((await other.result).outputs[0].token_ids)
+
+    assert len(await leave()) == STEPS
+    assert await asyncio.to_thread(log.came.wait, 30)
+    assert [str(record.exc_info[1]) for record in log.records] == ["unheard"]
+
+
+async def test_an_error_that_is_asked_for_late_is_not_logged(model, log):
+    async with model.trace(PROMPT, **GREEDY) as tracer:
+        hidden = model.model.layers[1].output[0].save()
+        raise RefusedError("heard")
+    await drained(model)
+    with pytest.raises(RefusedError, match="heard"):
+        await hidden
+    del hidden, tracer
+    gc.collect()
+    assert log.records == []
 
 
 def last_entry(error: BaseException) -> traceback.FrameSummary:
@@ -324,7 +427,7 @@ def test_the_callers_class_is_left_alone(model):
 
 class Unloadable:
     def __reduce__(self) -> Any:
-        return eval, ("1 / 0",)
+        return operator.truediv, (1, 0)
 
 
 def test_a_block_that_does_not_load(model):
@@ -333,8 +436,9 @@ def test_a_block_that_does_not_load(model):
     def uses(model: Any, tracer: Any) -> None:
         print(value)
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError) as caught:
         model.run(PROMPT, uses, max_tokens=200, ignore_eos=True).result(timeout=30)
+    assert last_entry(caught.value).line == "def uses(model: Any, tracer: Any) -> None:"
 
 
 async def test_a_value_that_does_not_travel(model):

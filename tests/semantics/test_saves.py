@@ -1,0 +1,89 @@
+# ruff: noqa: PT012, PT031, PERF401, RET504 -- a block is what is assigned in it, and may well be several statements
+"""What is saved comes home, or there is word of it."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from nnsight_async import CaptureError, save
+from nnsight_async.testing.oracle import generation
+
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+PROMPT = [5, 17, 101, 9, 33, 250, 77]
+GREEDY = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+
+
+def test_a_list_from_outside_is_refused_and_what_the_message_says_works(model, hf):
+    layers, hs = model.model.layers, []
+    with pytest.raises(CaptureError, match=r"`hs = save\(\[\]\)`"), model.trace(PROMPT, **GREEDY):
+        for layer in layers:
+            hs.append(layer.resid_post.save())
+    assert hs == []
+    with model.trace(PROMPT, **GREEDY):
+        hs = save([])
+        for layer in layers:
+            hs.append(layer.resid_post)
+    torch.testing.assert_close(torch.stack(hs), torch.stack(generation(hf, PROMPT, 1).streams), **CLOSE)
+
+
+async def test_an_attribute_from_outside_is_refused_and_what_the_message_says_works(model, hf):
+    result = SimpleNamespace()
+    with pytest.raises(CaptureError, match=r"`value = \.\.\.\.save\(\)`"):
+        async with model.trace(PROMPT, **GREEDY):
+            result.logits = model.logits.save()
+    async with model.trace(PROMPT, **GREEDY):
+        value = model.logits.save()
+    result.logits = await value
+    torch.testing.assert_close(result.logits, generation(hf, PROMPT, 1).logits, **CLOSE)
+
+
+def test_of_an_invoke(model):
+    found = {}
+    with pytest.raises(CaptureError, match="'found' is bound outside"), model.trace(**GREEDY) as tracer:
+        for name in ("a", "b"):
+            with tracer.invoke(PROMPT):
+                found[name] = model.logits.save()
+
+
+def test_locations_take_saved_values(model):
+    """They are no copies: what is assigned to them changes the model's own values."""
+    mlp = model.model.layers[1].mlp
+    with model.trace(PROMPT, **GREEDY) as tracer:
+        mlp.output = (mlp.output * 2).save()
+        mlp.output[0] = mlp.output[1].save()
+        logits = model.logits.save()
+    with model.trace(PROMPT, **GREEDY):
+        doubled = mlp.output * 2
+        doubled[0] = doubled[1]
+        mlp.output = doubled
+        expected = model.logits.save()
+    assert torch.equal(logits, expected)
+    assert tracer.saves["mlp.output * 2"].shape == (len(PROMPT), 128)
+
+
+def grab(layer, module):
+    hidden = layer.output[0].save()
+    return hidden
+
+
+def test_saves_without_a_name_that_replace_one_another(model):
+    layers = model.model.layers
+    with pytest.warns(UserWarning, match=r"bound to no name.*'layer\.output\[0\]'") as caught:  # noqa: SIM117
+        with model.trace(PROMPT, **GREEDY):
+            for layer in layers[1:3]:
+                grab(layer, model)
+    assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, grab.__code__.co_firstlineno + 1)]
+
+
+def test_saves_without_a_name_have_that_of_their_text(model, hf):
+    expected = generation(hf, PROMPT, 2)
+    with warnings.catch_warnings(), model.trace(PROMPT, **GREEDY) as tracer:
+        for _ in tracer.iter[:]:
+            grab(model.model.layers[1], model)
+            print((model.logits * 2).save().shape[0], end="")
+    torch.testing.assert_close(tracer.saves["model.logits * 2"], expected.logits[1:] * 2, **CLOSE)
+    assert tracer.saves["layer.output[0]"].shape == (1, 128)
