@@ -91,15 +91,16 @@ class Interleaver:
         self.modes = Modes.now()
         runs = self._leave(event)
         slab = Slab(value, self._batch, event, [self._spans[run] for run in runs])
-        for run in self._log.replaying(event):
+        replaying = self._log.replaying(event)
+        for run in replaying:
             self._replay(run, event, slab)
         for run in runs:
             self._visit(run, event, slab)
-        written = self._written(slab, runs)
+        written = self._written(slab, runs, replaying)
         collecting = self._collecting.get(event, ())
         for run, cache in collecting:
             self._store(run, cache, event, slab)
-        if collecting or self._log.replaying(event):
+        if collecting or replaying:
             self._want(event)
         return written
 
@@ -211,7 +212,6 @@ class Interleaver:
     def _replay(self, run: BlockRun, event: Location, slab: Slab) -> None:
         try:
             self._log.apply(run, event, slab)
-            slab.finish()
         except Exception as error:  # no memory
             run.fail(error)
 
@@ -229,7 +229,8 @@ class Interleaver:
             run.wrote = run.wrote or bool(written)
             if written and visit.event.in_model:
                 kept = [(path, rows.clone()) for path, rows in written]
-                self._log.add(run, visit.event, visit.span, kept, in_place=visit.in_place)
+                nth = self.order.passage(visit.event, run.clock)
+                self._log.add(run, visit.event, visit.span, kept, nth=nth, in_place=visit.in_place)
         except Exception as error:  # a copy of another shape, an index out of range, no memory
             run.fail(error)
 
@@ -246,15 +247,15 @@ class Interleaver:
             return self.limits.vocabulary
         return getattr(self.module(event.path), "num_embeddings", self.limits.positions)
 
-    def _written(self, slab: Slab, runs: list[BlockRun]) -> Any:
+    def _written(self, slab: Slab, runs: Iterable[BlockRun], replaying: Iterable[BlockRun]) -> Any:
         before = slab.value
         try:
             return slab.finish()
         except Exception as error:  # out of memory: nothing is written, and the runs that wrote end
-            for run in runs:
-                if run.visit is not None and run.visit.wrote:
-                    self._forget(run)
-                    run.fail(error)
+            wrote = (run for run in runs if run.visit is not None and run.visit.wrote)
+            for run in {*wrote, *replaying}:
+                self._forget(run)
+                run.fail(error)
             return before
 
     def _settle(self, run: BlockRun) -> None:

@@ -37,11 +37,15 @@ class WriteLog:
         self._events: dict[Location, list[BlockRun]] = {}
         self._passed: Counter[tuple[BlockRun, Location]] = Counter()
 
-    def add(self, run: BlockRun, event: Location, span: Span, written: Written, *, in_place: bool = False) -> None:
-        by_event = self._writes.setdefault(run, defaultdict(list))
+    def add(
+        self, run: BlockRun, event: Location, span: Span, written: Written, *, nth: int = 0, in_place: bool = False
+    ) -> None:
+        """Keep what was written in the `nth` passage of a step, or, where that is not known, in a later one."""
+        writes = self._writes.setdefault(run, defaultdict(list))[event]
         position = span.position + span.replayed
-        nth = sum(write.position == position for write in by_event[event][-8:])
-        by_event[event].append(_Write(position, nth, written, in_place))
+        if writes and writes[-1].position == position:
+            nth = max(nth, writes[-1].nth + 1)
+        writes.append(_Write(position, nth, written, in_place))
 
     def replay(self, run: BlockRun, span: Span) -> Iterable[Location]:
         """Prepare to repeat what `run` wrote in the rows that `span` computes again; returns where."""
