@@ -147,6 +147,22 @@ def test_steps_loop_and_statements_after_it():
     assert bench.reports[-1][3]
 
 
+def test_a_second_loop_does_not_begin_after_the_end():
+    bench, seen = Bench(), []
+
+    def block(m, t):
+        seen.extend((step, len(read("layers.0"))) for step in t.iter[::2])
+        seen.extend((step, len(read("layers.0"))) for step in t.iter[:])
+        seen.append("after")
+
+    run = bench.add(1, block, 3)
+    bench.step({1: rows(3, 1)})
+    bench.step({1: rows(1, 2)})
+    bench.interleaver.end(run)
+    assert run.error is None
+    assert seen == [(0, 3), "after"]
+
+
 def test_reading_after_the_end():
     bench = Bench()
 

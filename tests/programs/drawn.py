@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,63 +48,72 @@ class Task:
 
 
 EDITS = ("add", "scale", "row", "replace", "constant", "carry", "halves")
-WHEN = st.sampled_from(("always", "even step", "even token"))
 NUMBERS = st.integers(0, 7)
 
 
+def weighted(*choices: tuple[int, st.SearchStrategy[Any]]) -> st.SearchStrategy[Any]:
+    """One of several, each as often as its number says; it shrinks to the first."""
+    table = [strategy for times, strategy in choices for _ in range(times)]
+    return st.integers(0, len(table) - 1).flatmap(table.__getitem__)
+
+
 def ops(longest: int) -> st.SearchStrategy[Op]:
-    layers = st.integers(0, LAYERS - 1)
-    ending = st.builds(
-        Op, layers, st.sampled_from(WITHIN), st.sampled_from(("stop", "raise")), st.integers(0, longest), WHEN
-    )
-    return st.one_of(
-        st.builds(Op, layers, st.sampled_from(WITHIN), st.just("read"), st.just(0), WHEN),
-        st.builds(Op, layers, st.sampled_from(WITHIN), st.sampled_from(EDITS), NUMBERS, WHEN),
-        st.builds(Op, layers, st.sampled_from(WITHIN), st.sampled_from(EDITS), NUMBERS, WHEN),
-        st.builds(Op, layers, st.sampled_from(SKIPPED), st.just("skip"), NUMBERS, WHEN),
-        st.builds(Op, layers, st.just("resid_post"), st.just("lens"), st.just(0), WHEN),
-        st.builds(Op, st.integers(1, LAYERS - 1), st.sampled_from(WITHIN), st.just("late"), st.just(0), WHEN),
-        ending,
-        st.builds(Op, st.just(LAYERS), st.sampled_from(AFTER), st.just("read"), st.just(0), WHEN),
-        st.builds(Op, st.just(LAYERS), st.just("norm"), st.sampled_from(EDITS), NUMBERS, WHEN),
-        st.builds(Op, st.just(LAYERS), st.just("logits"), st.sampled_from((*EDITS, "favour")), NUMBERS, WHEN),
-        st.builds(Op, st.just(LAYERS), st.just("samples"), st.sampled_from(("force", "constant")), NUMBERS, WHEN),
+    within, deeper, after = st.integers(0, LAYERS - 1), st.integers(1, LAYERS - 1), st.just(LAYERS)
+    when = weighted((4, st.just("always")), (1, st.just("even step")), (1, st.just("even token")))
+
+    def op(layer: Any, name: Sequence[str], action: Sequence[str], number: Any = NUMBERS) -> st.SearchStrategy[Op]:
+        name, action = (
+            each if isinstance(each, st.SearchStrategy) else st.sampled_from(each) for each in (name, action)
+        )
+        return st.builds(Op, layer, name, action, number, when)
+
+    return weighted(
+        (4, op(within, WITHIN, ["read"], st.just(0))),
+        (8, op(within, WITHIN, EDITS)),
+        (1, op(within, SKIPPED, ["skip"])),
+        (1, op(within, ["resid_post"], ["lens"], st.just(0))),
+        (1, op(deeper, WITHIN, ["late"], st.just(0))),
+        (1, op(within, WITHIN, ["stop", "raise"], st.integers(0, longest))),
+        (1, op(after, AFTER, ["read"], st.just(0))),
+        (1, op(after, ["norm"], EDITS)),
+        (1, op(after, ["logits"], (*EDITS, "favour"))),
+        (1, op(after, ["samples"], ["force", "constant"])),
     )
 
 
 def bodies(longest: int) -> st.SearchStrategy[tuple[Op, ...]]:
-    return st.lists(ops(longest), max_size=5).map(lambda drawn: tuple(sorted(drawn, key=lambda op: op.order)))
+    in_order = lambda drawn: tuple(sorted(drawn, key=lambda op: op.order))  # noqa: E731
+    return st.lists(ops(longest), min_size=1, max_size=8).map(in_order)
 
 
 def subscripts(longest: int) -> st.SearchStrategy[Any]:
     step = st.integers(0, longest)
-    return st.one_of(
-        st.just((None, None, None)),
-        st.tuples(st.none() | step, st.none() | step, st.none() | st.integers(1, 3)),
-        step,
-        st.lists(step, min_size=1, max_size=3),
+    return weighted(
+        (4, st.just((None, None, None))),
+        (2, st.tuples(st.none() | step, st.none() | step, st.none() | st.integers(1, 3))),
+        (1, step),
+        (1, st.lists(step, min_size=1, max_size=3)),
     )
 
 
 def programs(longest: int) -> st.SearchStrategy[Program]:
-    loops = st.lists(st.builds(Loop, subscripts(longest), bodies(longest)), max_size=2).map(tuple)
+    loops = st.lists(st.builds(Loop, subscripts(longest), bodies(longest)), min_size=1, max_size=2).map(tuple)
     single = st.builds(Loop, st.none(), bodies(longest)).map(lambda loop: (loop,))
     cached = st.lists(st.integers(0, LAYERS - 1), max_size=2, unique=True).map(tuple)
-    return st.builds(Program, st.one_of(loops, loops, single), st.one_of(st.just(()), cached))
+    return st.builds(Program, weighted((4, loops), (1, single)), weighted((2, st.just(())), (1, cached)))
 
 
 def batches(*, requests: int, rows: int, longest: int) -> st.SearchStrategy[tuple[Task, ...]]:
     """At most so many requests, with at most so many rows in a prompt and tokens drawn."""
-    drawn = programs(longest)
     task = st.builds(
         Task,
         prompt=st.lists(st.integers(FIRST_ID, 511), min_size=1, max_size=rows).map(tuple),
         max_tokens=st.integers(1, longest),
-        program=st.one_of(st.none(), drawn, drawn, drawn),
-        joins=st.none() | st.tuples(st.integers(0, requests), st.integers(0, longest // 2)),
-        leaves=st.one_of(st.none(), st.none(), st.integers(1, longest)),
-        seed=st.one_of(st.none(), st.none(), NUMBERS),
-        stops_below=st.sampled_from((0, 0, 64, 256)),
+        program=weighted((1, st.none()), (3, programs(longest))),
+        joins=weighted((1, st.none()), (1, st.tuples(st.integers(0, requests), st.integers(0, longest // 2)))),
+        leaves=weighted((3, st.none()), (1, st.integers(1, longest))),
+        seed=weighted((3, st.none()), (1, NUMBERS)),
+        stops_below=weighted((4, st.just(0)), (1, st.just(64))),
     )
     return st.lists(task, min_size=1, max_size=requests).map(_joining_earlier_ones)
 

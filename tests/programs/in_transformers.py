@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import count, islice
 from typing import Any
 
 import torch
@@ -214,19 +215,22 @@ def plan(program: Program, steps: int) -> list[list[Step]]:
     first = 0
     for at, loop in enumerate(program.loops):
         body = [(f"read {at}.{number}", op) for number, op in enumerate(loop.body)]
-        chosen = [0] if loop.steps is None else numbers(loop, steps)
-        for step in chosen:
-            if first <= step < steps:
+        for step in numbers(loop):
+            if step >= steps:  # waited for until the generation ends, and nothing after it has its turn before that
+                return planned
+            if step >= first:
                 planned[step].append(body)
                 first = step + 1
     return planned
 
 
-def numbers(loop: Loop, steps: int) -> list[int]:
+def numbers(loop: Loop) -> Iterable[int]:
     match loop.steps:
+        case None:
+            return [0]
         case int(step):
             return [step]
         case list(several):
             return sorted(several)
-        case _:
-            return list(range(steps))[slice(*loop.steps)]
+        case start, stop, stride:
+            return islice(count(), start, stop, stride)

@@ -69,6 +69,7 @@ class Served:
     ids: list[int] = field(default_factory=list)
     computed: int = 0
     arrived: bool = False
+    finished: bool = False
 
     @property
     def over(self) -> bool:
@@ -115,7 +116,9 @@ class Simulation:
 
     def finish(self, served: Served) -> None:
         """The worker is told with the next step that a request is over."""
-        self._finished.add(served.name)
+        if not served.finished:
+            self._finished.add(served.name)
+        served.finished = True
         self.model.cache.drop(served.name)
 
     def step(self, present: Iterable[Served]) -> dict[str, int]:

@@ -10,8 +10,9 @@ import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
+from nnsight_async import RunCancelledError
 from tests.programs.drawn import Task, batches
-from tests.programs.program import block_of
+from tests.programs.program import Planned, block_of
 from tests.worker.simulation import Served, Simulation
 
 
@@ -27,7 +28,7 @@ class Move:
 
 AS_IT_COMES = Move()
 SOME = st.frozensets(st.integers(0, 5), max_size=3)
-MOVES = st.lists(st.builds(Move, SOME, SOME, st.integers(0, 5), st.booleans()), max_size=12)
+MOVES = st.lists(st.builds(Move, SOME, SOME, st.integers(0, 5), st.booleans()), min_size=12, max_size=20)
 
 
 @dataclass
@@ -39,13 +40,12 @@ class Schedule:
     late: list[Any] = field(default_factory=list)
 
     def run(self, moves: list[Move]) -> None:
-        while live := [(at, *pair) for at, pair in enumerate(self.tasks) if not self._left(*pair)]:
+        while live := [pair for pair in self.tasks if not self._left(*pair)]:
             move = moves.pop(0) if moves else AS_IT_COMES
-            joined = [(at, task, served) for at, task, served in live if self._joined(task)]
-            for at, _, served in joined:
-                if at in move.preempted:
-                    self.simulation.preempt(served)
-            present = [(task, served) for at, task, served in joined if at not in move.rests]
+            joined = [(task, served) for task, served in live if self._joined(task)]
+            for number in move.preempted:
+                self.simulation.preempt(joined[number % len(joined)][1])
+            present = [pair for number, pair in enumerate(joined) if number not in move.rests]
             turn = move.turn % max(len(present), 1)
             self._step(present[turn:] + present[:turn], late=move.late)
         self.simulation.step([])
@@ -70,7 +70,8 @@ class Schedule:
             self.simulation.tell(served, drawn[served.name])
             if task.leaves is not None and len(served.run.tokens) >= task.leaves:
                 served.run.cancel()
-            if served.over or served.run.settled:
+        for task, served in self.tasks:
+            if self._left(task, served):
                 self.simulation.finish(served)
 
 
@@ -90,7 +91,10 @@ def run(simulation: Simulation, batch: tuple[Task, ...], moves: list[Move]) -> l
         for task in batch
     ]
     Schedule(simulation, list(zip(batch, served, strict=True))).run(list(moves))
-    assert all(each.run.settled for each in served)
+    for each in served:
+        assert each.run.settled
+        assert all(each.run.values.get("landed", ()))
+        assert each.run.error is None or isinstance(each.run.error, (Planned, RunCancelledError)), each.run.error
     assert simulation.blocks.live == 0
     return served
 
