@@ -216,9 +216,9 @@ class VLLM(ModelView):
         """What runs hold now: a dict of counts, zero when nothing goes on; in async mode, `await model.stats()`.
 
         `client_runs` and `client_tasks` in this process; `runs`, `waiting`, `entered` and `watched` (blocks, locations
-        waited for, modules that report, modules whose operations do) in the worker, where `reports` counts what modules
-        have reported since the start. `runner` names the adapter in use. Raises `EngineClosedError` where there is no
-        engine.
+        waited for, modules that report, modules whose operations do) in the worker. Since the start: `reports` of
+        modules, and `replays`, preempted runs whose edits were repeated. `runner` names the adapter in use. Raises
+        `EngineClosedError` where there is no engine.
         """
         if self._engine is None:
             raise EngineClosedError("the engine has not been built yet: call dispatch() first")

@@ -58,7 +58,7 @@ class Interleaver:
         self.limits = limits or Limits()
         self.running = False
         """Whether a block has its turn: modules that it applies itself are not reported to other blocks."""
-        self._log = WriteLog()
+        self.log = WriteLog()
         self.modes = Modes.now()
         """Of the forward pass, as they are before blocks have their turns."""
         self._collecting: dict[Location, list[tuple[BlockRun, Cache]]] = {}
@@ -73,7 +73,7 @@ class Interleaver:
         self._batch, self._spans, self.modes = batch, spans, Modes.now()
         for run, span in spans.items():
             if span.replayed:
-                for event in self._log.replay(run, span):
+                for event in self.log.replay(run, span):
                     self._want(event)
             if span.rows and not run.over:
                 for cache in run.caches:
@@ -91,7 +91,7 @@ class Interleaver:
         self.modes = Modes.now()
         runs = self._leave(event)
         slab = Slab(value, self._batch, event, [self._spans[run] for run in runs])
-        replaying = self._log.replaying(event)
+        replaying = self.log.replaying(event)
         for run in replaying:
             self._replay(run, event, slab)
         for run in runs:
@@ -115,7 +115,7 @@ class Interleaver:
     def end_step(self) -> None:
         """The forward pass and the sampling are over."""
         self.modes = Modes.now()
-        for event in {*self._log.finish(), *self._collecting}:
+        for event in {*self.log.finish(), *self._collecting}:
             self._drop(event)
         self._collecting.clear()
         for run in self._present:
@@ -129,12 +129,12 @@ class Interleaver:
         self._forget(run)
         run.end()
         self._forget(run)
-        self._log.forget(run)
+        self.log.forget(run)
         self._report(run)
 
     def remembers(self, run: BlockRun) -> bool:
         """Whether writes of `run` would have to be repeated if it were preempted."""
-        return self._log.holds(run)
+        return self.log.holds(run)
 
     def collect(self, run: BlockRun, cache: Cache, clock: int) -> None:
         """Have `cache` filled in this step with what passes after `clock`."""
@@ -211,7 +211,7 @@ class Interleaver:
 
     def _replay(self, run: BlockRun, event: Location, slab: Slab) -> None:
         try:
-            self._log.apply(run, event, slab)
+            self.log.apply(run, event, slab)
         except Exception as error:  # no memory
             run.fail(error)
 
@@ -230,7 +230,7 @@ class Interleaver:
             if written and visit.event.in_model:
                 kept = [(path, rows.clone()) for path, rows in written]
                 nth = self.order.passage(visit.event, run.clock)
-                self._log.add(run, visit.event, visit.span, kept, nth=nth, in_place=visit.in_place)
+                self.log.add(run, visit.event, visit.span, kept, nth=nth, in_place=visit.in_place)
         except Exception as error:  # a copy of another shape, an index out of range, no memory
             run.fail(error)
 

@@ -36,6 +36,8 @@ class WriteLog:
         self._spans: dict[BlockRun, Span] = {}
         self._events: dict[Location, list[BlockRun]] = {}
         self._passed: Counter[tuple[BlockRun, Location]] = Counter()
+        self.replays = 0
+        """How often a run that had written something was computed again."""
 
     def add(
         self, run: BlockRun, event: Location, span: Span, written: Written, *, nth: int = 0, in_place: bool = False
@@ -49,9 +51,8 @@ class WriteLog:
 
     def replay(self, run: BlockRun, span: Span) -> Iterable[Location]:
         """Prepare to repeat what `run` wrote in the rows that `span` computes again; returns where."""
-        if not span.replayed:
-            return ()
         events = tuple(self._writes.get(run, ()))
+        self.replays += bool(events)
         self._spans[run] = span
         for event in events:
             self._events.setdefault(event, []).append(run)

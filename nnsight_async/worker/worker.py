@@ -75,7 +75,7 @@ class BlockWorker:
         self.nnsight_blocks.interleaver.model = ModelView(Envoy(self.nnsight_manifest.renamed(renames)))
 
     def nnsight_counts(self) -> dict[str, Any]:
-        """What blocks hold in this worker now, and how often modules have reported to it."""
+        """What blocks hold in this worker now, and how often modules have reported to it and writes were repeated."""
         interleaver = self.nnsight_blocks.interleaver
         return {
             "runner": self.nnsight_runner,
@@ -84,6 +84,7 @@ class BlockWorker:
             "entered": interleaver.sites.entered,
             "watched": interleaver.sites.inside.watched,
             "reports": interleaver.sites.reports,
+            "replays": interleaver.log.replays,
         }
 
     def shutdown(self) -> None:

@@ -103,19 +103,20 @@ def programs(longest: int) -> st.SearchStrategy[Program]:
     return st.builds(Program, weighted((4, loops), (1, single)), weighted((2, st.just(())), (1, cached)))
 
 
-def batches(*, requests: int, rows: int, longest: int) -> st.SearchStrategy[tuple[Task, ...]]:
-    """At most so many requests, with at most so many rows in a prompt and tokens drawn."""
+def batches(*, requests: tuple[int, int], rows: int, longest: int) -> st.SearchStrategy[tuple[Task, ...]]:
+    """From so many requests to so many, with at most so many rows in a prompt and tokens drawn."""
+    fewest, most = requests
     task = st.builds(
         Task,
         prompt=st.lists(st.integers(FIRST_ID, 511), min_size=1, max_size=rows).map(tuple),
         max_tokens=st.integers(1, longest),
         program=weighted((1, st.none()), (3, programs(longest))),
-        joins=weighted((1, st.none()), (1, st.tuples(st.integers(0, requests), st.integers(0, longest // 2)))),
+        joins=weighted((1, st.none()), (1, st.tuples(st.integers(0, most), st.integers(0, longest // 2)))),
         leaves=weighted((3, st.none()), (1, st.integers(1, longest))),
         seed=weighted((3, st.none()), (1, NUMBERS)),
         stops_below=weighted((4, st.just(0)), (1, st.just(64))),
     )
-    return st.lists(task, min_size=1, max_size=requests).map(_joining_earlier_ones)
+    return st.lists(task, min_size=fewest, max_size=most).map(_joining_earlier_ones)
 
 
 def _joining_earlier_ones(tasks: list[Task]) -> tuple[Task, ...]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, note, settings
+from hypothesis import strategies as st
 
 from nnsight_async import VLLM
 from nnsight_async.testing.engine import drained
 from tests.programs.drawn import Task, batches
 from tests.programs.in_transformers import Replay
 from tests.programs.program import block_of
+from tests.semantics.conftest import build
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 TIE = 1e-3  # logits that are closer than this may be drawn in either order
@@ -179,24 +182,70 @@ def assert_close(got: Any, wanted: Any) -> None:
         assert got == wanted
 
 
-def check(model: VLLM, hf: Any, batch: tuple[Task, ...]) -> None:
-    note("\n".join(f"request {number}: {task}" for number, task in enumerate(batch)))
-    asyncio.run(checked(model, hf, batch))
-
-
 # -- the properties ----------------------------------------------------------------------------------------------------
 
-ROOMY = batches(requests=6, rows=24, longest=8)
+
+@dataclass
+class Stage:
+    """An engine and the same model in transformers; neither is printed beside a program that fails."""
+
+    name: str
+    model: Any = field(repr=False)
+    hf: Any = field(repr=False)
+
+    def check(self, batch: tuple[Task, ...]) -> None:
+        note("\n".join(f"request {number}: {task}" for number, task in enumerate(batch)))
+        asyncio.run(checked(self.model, self.hf, batch))
+
+    def replays(self) -> int:
+        """How often runs were preempted that had written something."""
+        return asyncio.run(drained(self.model))["replays"]
 
 
-@BOUNDED
-@given(batch=ROOMY)
-def test_programs_in_batches(model, hf, batch):
-    check(model, hf, batch)
+@pytest.fixture(scope="module")
+def roomy(model, hf) -> Stage:
+    return Stage("an engine with room for all", model, hf)
+
+
+@pytest.fixture(scope="module")
+def crowded(hf) -> Iterator[Stage]:
+    """The key-value cache has 5 blocks for requests, and one alone may need 3 of them."""
+    model = build("llama", max_model_len=96, block_size=32, num_gpu_blocks_override=6)
+    yield Stage("an engine that preempts", model, hf)
+    model.close()
+
+
+SMALL = batches(requests=(1, 6), rows=24, longest=8)
+LARGE = batches(requests=(1, 12), rows=40, longest=16)
+CROWD = batches(requests=(4, 8), rows=40, longest=32)
+
+
+def hold(stage: Stage, drawn: st.SearchStrategy[tuple[Task, ...]], examples: settings) -> None:
+    @examples
+    @given(batch=drawn)
+    def programs_hold(batch: tuple[Task, ...]) -> None:
+        stage.check(batch)
+
+    programs_hold()
+
+
+def test_programs_in_batches(roomy):
+    hold(roomy, SMALL, BOUNDED)
+
+
+def test_programs_that_are_preempted(crowded):
+    before = crowded.replays()
+    hold(crowded, CROWD, BOUNDED)
+    assert crowded.replays() - before >= BATCHES
 
 
 @pytest.mark.soak
-@LONG
-@given(batch=batches(requests=12, rows=40, longest=16))
-def test_programs_in_batches_for_long(model, hf, batch):
-    check(model, hf, batch)
+def test_programs_in_large_batches_for_long(roomy):
+    hold(roomy, LARGE, LONG)
+
+
+@pytest.mark.soak
+def test_programs_that_are_preempted_for_long(crowded):
+    before = crowded.replays()
+    hold(crowded, CROWD, LONG)
+    assert crowded.replays() - before >= SOAKED
