@@ -250,11 +250,8 @@ class BlockRun:
 
     def reach(self, step: int) -> bool:
         """Wait for `step` to begin; False if the generation ends first."""
-        if step > self.step:
-            if self.ended:
-                return False
-            if not self._park(StepStart(step)):
-                return False
+        if self.ended or (step > self.step and not self._park(StepStart(step))):
+            return False
         self.next_step = step + 1
         return True
 

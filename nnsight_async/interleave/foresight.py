@@ -7,11 +7,12 @@ the block asks: while it waits for a module inside that forward, say.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 
 NAME = "source"
-FOREIGN = frozenset({"torch", "numpy", "nnsight_async", "transformers", "vllm"})
+FOREIGN = frozenset({"torch", "numpy", "nnsight_async", "transformers", "vllm", *sys.stdlib_module_names})
 MOST_FUNCTIONS = 200
 
 
@@ -59,16 +60,32 @@ def _named(function: FunctionType) -> Iterator[FunctionType]:
 
 def _functions(value: object) -> Iterator[FunctionType]:
     match value:
-        case FunctionType() if (value.__module__ or "").partition(".")[0] not in FOREIGN:
-            yield value
+        case FunctionType():
+            if _package(value) not in FOREIGN:
+                yield value
         case MethodType():
             yield from _functions(value.__func__)
         case functools.partial():
             yield from _functions(value.func)
+        case type():
+            if _package(value) not in FOREIGN:
+                yield from _methods(value)
         case _:
-            called = getattr(type(value), "__call__", None)  # noqa: B004  the function, not the question
-            if isinstance(called, FunctionType) and not isinstance(value, type):
-                yield from _functions(called)
+            yield from _functions(type(value))
+
+
+def _methods(cls: type) -> Iterator[FunctionType]:
+    """The functions in a class, and in those of its bases that are its author's."""
+    for base in cls.__mro__:
+        if _package(base) == _package(cls):
+            for member in vars(base).values():
+                member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+                if isinstance(member, FunctionType):
+                    yield member
+
+
+def _package(value: FunctionType | type) -> str:
+    return (value.__module__ or "").partition(".")[0]
 
 
 def _filled(cell: object) -> bool:

@@ -58,7 +58,7 @@ class Interleaver:
         self.limits = limits or Limits()
         self.running = False
         """Whether a block has its turn: modules that it applies itself are not reported to other blocks."""
-        self._log = WriteLog()
+        self.log = WriteLog()
         self.modes = Modes.now()
         """Of the forward pass, as they are before blocks have their turns."""
         self._collecting: dict[Location, list[tuple[BlockRun, Cache]]] = {}
@@ -73,7 +73,7 @@ class Interleaver:
         self._batch, self._spans, self.modes = batch, spans, Modes.now()
         for run, span in spans.items():
             if span.replayed:
-                for event in self._log.replay(run, span):
+                for event in self.log.replay(run, span):
                     self._want(event)
             if span.rows and not run.over:
                 for cache in run.caches:
@@ -91,15 +91,16 @@ class Interleaver:
         self.modes = Modes.now()
         runs = self._leave(event)
         slab = Slab(value, self._batch, event, [self._spans[run] for run in runs])
-        for run in self._log.replaying(event):
+        replaying = self.log.replaying(event)
+        for run in replaying:
             self._replay(run, event, slab)
         for run in runs:
             self._visit(run, event, slab)
-        written = self._written(slab, runs)
+        written = self._written(slab, runs, replaying)
         collecting = self._collecting.get(event, ())
         for run, cache in collecting:
             self._store(run, cache, event, slab)
-        if collecting or self._log.replaying(event):
+        if collecting or replaying:
             self._want(event)
         return written
 
@@ -114,7 +115,7 @@ class Interleaver:
     def end_step(self) -> None:
         """The forward pass and the sampling are over."""
         self.modes = Modes.now()
-        for event in {*self._log.finish(), *self._collecting}:
+        for event in {*self.log.finish(), *self._collecting}:
             self._drop(event)
         self._collecting.clear()
         for run in self._present:
@@ -128,12 +129,12 @@ class Interleaver:
         self._forget(run)
         run.end()
         self._forget(run)
-        self._log.forget(run)
+        self.log.forget(run)
         self._report(run)
 
     def remembers(self, run: BlockRun) -> bool:
         """Whether writes of `run` would have to be repeated if it were preempted."""
-        return self._log.holds(run)
+        return self.log.holds(run)
 
     def collect(self, run: BlockRun, cache: Cache, clock: int) -> None:
         """Have `cache` filled in this step with what passes after `clock`."""
@@ -210,8 +211,7 @@ class Interleaver:
 
     def _replay(self, run: BlockRun, event: Location, slab: Slab) -> None:
         try:
-            self._log.apply(run, event, slab)
-            slab.finish()
+            self.log.apply(run, event, slab)
         except Exception as error:  # no memory
             run.fail(error)
 
@@ -229,7 +229,8 @@ class Interleaver:
             run.wrote = run.wrote or bool(written)
             if written and visit.event.in_model:
                 kept = [(path, rows.clone()) for path, rows in written]
-                self._log.add(run, visit.event, visit.span, kept, in_place=visit.in_place)
+                nth = self.order.passage(visit.event, run.clock)
+                self.log.add(run, visit.event, visit.span, kept, nth=nth, in_place=visit.in_place)
         except Exception as error:  # a copy of another shape, an index out of range, no memory
             run.fail(error)
 
@@ -246,15 +247,15 @@ class Interleaver:
             return self.limits.vocabulary
         return getattr(self.module(event.path), "num_embeddings", self.limits.positions)
 
-    def _written(self, slab: Slab, runs: list[BlockRun]) -> Any:
+    def _written(self, slab: Slab, runs: Iterable[BlockRun], replaying: Iterable[BlockRun]) -> Any:
         before = slab.value
         try:
             return slab.finish()
         except Exception as error:  # out of memory: nothing is written, and the runs that wrote end
-            for run in runs:
-                if run.visit is not None and run.visit.wrote:
-                    self._forget(run)
-                    run.fail(error)
+            wrote = (run for run in runs if run.visit is not None and run.visit.wrote)
+            for run in {*wrote, *replaying}:
+                self._forget(run)
+                run.fail(error)
             return before
 
     def _settle(self, run: BlockRun) -> None:

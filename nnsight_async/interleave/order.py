@@ -40,6 +40,12 @@ class Order:
         """Whether a pass is known to call the module at `path` once."""
         return len(self._calls.get(path, ())) == 1
 
+    def passage(self, event: Location, clock: int) -> int:
+        """How many passages at `event` came before that at `clock`; of an operation, how many calls of its module."""
+        entries = Location(event.path, "inputs")
+        indices = self._indices.get(entries if event.operation else event, ())
+        return max(bisect_right(indices, clock) - 1, 0)
+
     def _during(self, event: Location, clock: int) -> int | None:
         """Operations are not recorded: their passages lie somewhere in the calls of their module.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,11 +16,13 @@ class Sites:
 
     An attribute of the instance is used, not a torch hook: classes under vLLM's `support_torch_compile` bypass their
     hooks even in eager mode (vLLM 0.32, 0.33), and a hook added while its module runs is not seen any more.
-    Ancestors are entered too, because a block that waits inside a module may next ask for that module's own output.
+    Ancestors are entered too, because a block that waits inside a module may next ask for that module's own output. A
+    module with several paths, such as a rotary embedding that all layers share, has ancestors on each of them.
     """
 
     def __init__(self, root: torch.nn.Module, listener: Listener) -> None:
         self._modules = dict(root.named_modules(remove_duplicate=False))
+        self._others = _others(self._modules)
         self._listener = listener
         self.inside = Inside(listener)
         self._wanted: dict[str, int] = {}
@@ -78,9 +80,10 @@ class Sites:
     def _chain(self, path: str) -> tuple[str, ...]:
         chain = self._chains.get(path)
         if chain is None:
-            parts = path.split(".") if path else []
-            prefixes = [".".join(parts[:length]) for length in range(len(parts) + 1)]
-            chain = self._chains[path] = tuple(prefixes)
+            above = [link for other in self._others.get(path, ()) for link in _prefixes(other)[:-1]]
+            repeated = {other for others in self._others.values() for other in others}
+            chain = tuple(dict.fromkeys([*_prefixes(path), *(link for link in above if link not in repeated)]))
+            self._chains[path] = chain
         return chain
 
     def _enter(self, path: str) -> None:
@@ -122,3 +125,20 @@ class Sites:
             return output
 
         return forward
+
+
+def _prefixes(path: str) -> list[str]:
+    """The path and those of the modules around it, the root first."""
+    parts = path.split(".") if path else []
+    return [".".join(parts[:length]) for length in range(len(parts) + 1)]
+
+
+def _others(modules: Mapping[str, torch.nn.Module]) -> dict[str, list[str]]:
+    """By the first path of a module, its other paths."""
+    first: dict[int, str] = {}
+    others: dict[str, list[str]] = {}
+    for path, module in modules.items():
+        known = first.setdefault(id(module), path)
+        if known != path:
+            others.setdefault(known, []).append(path)
+    return others

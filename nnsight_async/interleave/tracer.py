@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from operator import index
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
 from nnsight_async.errors import UnsupportedError
 
@@ -18,7 +19,11 @@ ONE_PROMPT = (
     "this block is that of one prompt and cannot invoke another: write `with model.trace() as tracer:` without a "
     "prompt, and in its body, side by side, `with tracer.invoke(prompt):` for each prompt"
 )
-_FROM_ZERO = "steps count from 0, and their last is not known beforehand"
+FROM_ZERO = (
+    "steps are counted from 0, not from the end, which is not known before it has come (max_tokens only limits it). "
+    "For the last step, save in every step of `tracer.iter[:]`: the final value of a name is what was saved last. For "
+    "the last few, append to a saved list and take its end"
+)
 
 
 class Tracer:
@@ -31,7 +36,10 @@ class Tracer:
 
     @property
     def iter(self) -> Iterations:
-        """Steps to follow: `tracer.iter[:]`, `[a:b]`, `[n]` or a list of step numbers."""
+        """Steps to follow: `tracer.iter[:]`, `[a:b]`, `[n]` or a list of step numbers.
+
+        `ValueError` for steps counted from the end, and for a stride that is not positive.
+        """
         return Iterations(self._run)
 
     def all(self) -> Iterator[int]:
@@ -76,7 +84,7 @@ class Iterations:
     def __init__(self, run: BlockRun) -> None:
         self._run = run
 
-    def __getitem__(self, steps: slice | int | Iterable[int]) -> Steps:
+    def __getitem__(self, steps: slice | SupportsIndex | Iterable[SupportsIndex]) -> Steps:
         return Steps(self._run, _numbers(steps))
 
     def __iter__(self) -> Steps:
@@ -102,18 +110,25 @@ class Steps:
         return wanted
 
 
-def _numbers(steps: slice | int | Iterable[int]) -> Iterable[int]:
+def _numbers(steps: slice | SupportsIndex | Iterable[SupportsIndex]) -> Iterable[int]:
     if isinstance(steps, slice):
-        start, stride = steps.start or 0, steps.step or 1
-        if start < 0 or stride < 0 or (steps.stop is not None and steps.stop < 0):
-            raise ValueError(f"tracer.iter[{_written(steps)}]: {_FROM_ZERO}")
-        return count(start, stride) if steps.stop is None else range(start, steps.stop, stride)
-    numbers = [steps] if isinstance(steps, int) else sorted(steps)
+        parts = (steps.start, steps.stop, steps.step)
+        start, stop, stride = (None if part is None else index(part) for part in parts)
+        start, stride = start or 0, 1 if stride is None else stride
+        if stride < 1:
+            raise ValueError(f"tracer.iter[{_written(steps)}]: steps come one after the other; the stride is 1 or more")
+        _check(_written(steps), start, stop or 0)
+        return count(start, stride) if stop is None else range(start, stop, stride)
+    several = sorted(map(index, steps)) if isinstance(steps, Iterable) else [index(steps)]
+    _check(steps, *several)
+    return several
+
+
+def _check(written: object, *numbers: int) -> None:
     if any(number < 0 for number in numbers):
-        raise ValueError(f"tracer.iter[{steps}]: {_FROM_ZERO}")
-    return numbers
+        raise ValueError(f"tracer.iter[{written}]: {FROM_ZERO}")
 
 
 def _written(steps: slice) -> str:
-    parts: list[Any] = [steps.start, steps.stop]
+    parts = [steps.start, steps.stop] if steps.step is None else [steps.start, steps.stop, steps.step]
     return ":".join("" if part is None else str(part) for part in parts)

@@ -36,6 +36,13 @@ class _Handed:
             return self.private.value
         return self.view.put(self.private.value, self.part)
 
+    def over(self, now: Any) -> Any:
+        """The whole value as it is now, with what was changed in the part since it was handed out."""
+        assert self.part is not None
+        assert self.view is not None
+        changed = self.part != self.view.get(self.base)
+        return self.view.put(now, torch.where(changed, self.part, self.view.get(now)))
+
     def settle(self) -> None:
         self.private.settle()
         if self.part is not None:
@@ -122,6 +129,10 @@ class Visit:
             self._first = self.slab.take(self.span)
             return self._first
         self._flush()
+        return self._now()
+
+    def _now(self) -> Private:
+        """A copy of the rows with the changes made so far."""
         first = self._first if self._first is not None else self.slab.take(self.span)
         self._first, private = first, Private()
         with torch.inference_mode(False):
@@ -132,7 +143,11 @@ class Visit:
         for handed in self._handed:
             if handed.changed():
                 self._shared = self._shared or handed.shared
-                self._merge(self.slab.checked(self.span, handed.value(), handed.private), handed.base)
+                if handed.part is not None and handed.base is not None and self._rows:
+                    now = self._now()
+                    self._rows.update(self.slab.checked(self.span, handed.over(now.value), now))
+                else:
+                    self._merge(self.slab.checked(self.span, handed.value(), handed.private), handed.base)
                 handed.settle()
 
     def _keep(self, written: Written) -> None:

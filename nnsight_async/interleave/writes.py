@@ -36,18 +36,23 @@ class WriteLog:
         self._spans: dict[BlockRun, Span] = {}
         self._events: dict[Location, list[BlockRun]] = {}
         self._passed: Counter[tuple[BlockRun, Location]] = Counter()
+        self.replays = 0
+        """How often a run that had written something was computed again."""
 
-    def add(self, run: BlockRun, event: Location, span: Span, written: Written, *, in_place: bool = False) -> None:
-        by_event = self._writes.setdefault(run, defaultdict(list))
+    def add(
+        self, run: BlockRun, event: Location, span: Span, written: Written, *, nth: int = 0, in_place: bool = False
+    ) -> None:
+        """Keep what was written in the `nth` passage of a step, or, where that is not known, in a later one."""
+        writes = self._writes.setdefault(run, defaultdict(list))[event]
         position = span.position + span.replayed
-        nth = sum(write.position == position for write in by_event[event][-8:])
-        by_event[event].append(_Write(position, nth, written, in_place))
+        if writes and writes[-1].position == position:
+            nth = max(nth, writes[-1].nth + 1)
+        writes.append(_Write(position, nth, written, in_place))
 
     def replay(self, run: BlockRun, span: Span) -> Iterable[Location]:
         """Prepare to repeat what `run` wrote in the rows that `span` computes again; returns where."""
-        if not span.replayed:
-            return ()
         events = tuple(self._writes.get(run, ()))
+        self.replays += bool(events)
         self._spans[run] = span
         for event in events:
             self._events.setdefault(event, []).append(run)

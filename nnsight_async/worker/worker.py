@@ -92,6 +92,7 @@ class BlockWorker:
             "reports": interleaver.sites.reports,
             "steps": self.nnsight_blocks.steps,
             "block_seconds": interleaver.watchdog.seconds,
+            "replays": interleaver.log.replays,
         }
 
     def shutdown(self) -> None:

@@ -21,9 +21,10 @@ from nnsight_async.errors import (
 )
 from nnsight_async.interleave.console import keep_warnings
 from nnsight_async.interleave.context import current, save
+from nnsight_async.interleave.interleaver import Interleaver
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
-from nnsight_async.interleave.views import StreamIn
-from tests.interleave.toy import WIDTH, Bench, output
+from nnsight_async.interleave.views import StreamIn, StreamOut
+from tests.interleave.toy import WIDTH, Bench, Toy, order_of, output
 
 
 def rows(number: int, seed: int) -> torch.Tensor:
@@ -145,6 +146,22 @@ def test_steps_loop_and_statements_after_it():
         (2, []),
     ]
     assert bench.reports[-1][3]
+
+
+def test_a_second_loop_does_not_begin_after_the_end():
+    bench, seen = Bench(), []
+
+    def block(m, t):
+        seen.extend((step, len(read("layers.0"))) for step in t.iter[::2])
+        seen.extend((step, len(read("layers.0"))) for step in t.iter[:])
+        seen.append("after")
+
+    run = bench.add(1, block, 3)
+    bench.step({1: rows(3, 1)})
+    bench.step({1: rows(1, 2)})
+    bench.interleaver.end(run)
+    assert run.error is None
+    assert seen == [(0, 3), "after"]
 
 
 def test_reading_after_the_end():
@@ -462,6 +479,96 @@ def test_changes_of_several_readings_all_land():
     hidden = model.layers[0](mine)
     hidden[:, 0], hidden[:, 1] = 0, 1
     torch.testing.assert_close(got[1], model.head(model.layers[2](model.layers[1](hidden)))[-1])
+
+
+class Stream(torch.nn.Module):
+    """A layer as vLLM's are: what it adds to the residual stream is added by the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.mlp(hidden), hidden + residual
+
+
+class Streams(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Stream()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return sum(self.layer(hidden, hidden * 2))
+
+
+def on(model: torch.nn.Module) -> Bench:
+    bench = Bench()
+    bench.model = model.eval()
+    bench.interleaver = Interleaver(model, order_of(model), bench._report)
+    return bench
+
+
+def test_changes_of_several_readings_of_a_stream_all_land():
+    bench, seen = on(Streams()), {}
+
+    def block(m, t):
+        stream = lambda: current().read_view(output("layer"), StreamOut())  # noqa: E731
+        one, two = stream(), stream()
+        one[:, 0] += 1
+        two[:, 1] *= 2
+        one[:, 2] = 3
+        seen["stream"] = stream()
+
+    bench.add(1, block, 2)
+    mine = rows(2, 1)
+    got = bench.step({1: mine})
+    expected = bench.model(mine)
+    expected[:, 0] += 1
+    expected[:, 1] *= 2
+    expected[:, 2] = 3
+    torch.testing.assert_close(seen["stream"], expected)
+    torch.testing.assert_close(got[1], expected[-1])
+
+
+def test_a_later_passage_of_a_shared_module_is_written_again_as_such():
+    shared = Toy()
+    shared.layers[1].norm = shared.layers[0].norm
+    bench, seen = on(shared), {}
+
+    def block(m, t):
+        for _ in t.iter[:]:
+            read("layers.0")
+            read("layers.0.norm")[:] += 10  # that of layer 1
+
+    bench.add(1, block, 2)
+    prompt, second = rows(2, 1), rows(1, 2)
+    bench.step({1: prompt})
+    handle = bench.model.layers[2].register_forward_hook(lambda mod, args, out: seen.update(input=args[0].clone()))
+    bench.step({1: torch.cat([prompt, second])}, replayed={1: 2})
+    handle.remove()
+    first, layer = bench.model.layers[0], bench.model.layers[1]
+    hidden = first(torch.cat([prompt, second]))
+    torch.testing.assert_close(seen["input"], hidden + layer.mlp(layer.norm(hidden) + 10))
+
+
+def test_rows_written_again_do_not_part_the_others_from_who_holds_the_tensor():
+    bench = Bench()
+    entry = Location("layers.0.norm", "inputs")
+    view = StreamIn.of(bench.model.layers[0].norm, middle=True)
+
+    def edit(m, t):
+        current().read(entry)[0][0][:] += 5
+
+    def edit_for_all(m, t):
+        current().read_view(entry, view)[:] += 1
+
+    bench.add(1, edit, 2)
+    prompt, second, mine = rows(2, 1), rows(1, 2), rows(2, 3)
+    bench.step({1: prompt})
+    bench.add(2, edit_for_all, 2)
+    got = bench.step({1: torch.cat([prompt, second]), 2: mine}, replayed={1: 2})
+    torch.testing.assert_close(got[2], bench.model(mine + 1)[-1])
+    torch.testing.assert_close(got[1], bench.model(second)[-1])
 
 
 def test_the_output_of_the_whole_model():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import torch
 
@@ -146,3 +148,47 @@ def test_some_steps_only(model):
         for step in tracer.all():
             seen.append(step)
     assert seen == [1, 2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (slice(2, None), [2, 3, 4, 5]),
+        (slice(None, 2), [0, 1]),
+        (slice(None, None, 2), [0, 2, 4]),
+        (slice(4, 9), [4, 5]),
+        (slice(3, 1), []),
+        (slice(7, None), []),
+        ([4, 0, 4], [0, 4]),
+        (torch.tensor([1, 3]), [1, 3]),
+    ],
+)
+def test_steps_that_are_chosen(model, steps, expected):
+    with model.trace(PROMPT, max_tokens=6, temperature=0.0, ignore_eos=True) as tracer:
+        seen = save([])
+        for step in tracer.iter[steps]:
+            seen.append((step, len(model.model.layers[0].output[0])))
+    assert seen == [(step, 1 if step else len(PROMPT)) for step in expected]
+
+
+@pytest.mark.parametrize("steps", [-1, slice(-2, None), slice(None, -1), [0, -1], slice(0, None, -1), slice(0, 4, 0)])
+def test_steps_from_the_end_are_refused_at_that_line(model, steps):
+    def probe(model, tracer):
+        for _ in tracer.iter[steps]:
+            model.logits.save()
+
+    with pytest.raises(ValueError, match=r"not from the end|the stride is 1 or more") as caught:
+        model.run(PROMPT, probe, max_tokens=6).result()
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert (last.filename, last.line) == (__file__, "for _ in tracer.iter[steps]:")
+
+
+def test_what_is_written_instead_of_steps_from_the_end(model):
+    with model.trace(PROMPT, max_tokens=6, temperature=0.0, ignore_eos=True) as tracer:
+        every = save([])
+        for _ in tracer.iter[:]:
+            last = model.samples.save()
+            every.append(model.samples)
+    ids = list(tracer.result.outputs[0].token_ids)
+    assert int(last) == ids[-1]
+    assert [int(drawn) for drawn in every[-2:]] == ids[-2:]

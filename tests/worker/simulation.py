@@ -1,0 +1,177 @@
+"""The worker's and the caller's side of runs in one thread, under a scheduler that does what a test tells it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm import CompletionOutput, RequestOutput
+
+from nnsight_async.capture.function import from_function
+from nnsight_async.interleave.interleaver import Interleaver, Limits
+from nnsight_async.runs import frames
+from nnsight_async.runs.frames import Frame, Message
+from nnsight_async.runs.packing import Tensors
+from nnsight_async.runs.request import Request
+from nnsight_async.runs.run import Run
+from nnsight_async.runs.shipment import Shipment
+from nnsight_async.tree.describe import describe
+from nnsight_async.tree.envoy import Envoy
+from nnsight_async.tree.model import ModelView
+from nnsight_async.tree.record import record
+from nnsight_async.worker.blocks import Blocks
+from nnsight_async.worker.composition import Composition
+from nnsight_async.worker.outbox import Outbox
+from nnsight_async.worker.worker import _aliases, _order
+from tests.worker.causal import VOCABULARY, Causal, Part
+
+
+class Letters(Outbox):
+    """An outbox whose messages stay here, encoded and decoded as on their way."""
+
+    def __init__(self) -> None:
+        self._frames: list[Frame] = []
+        self._tensors = Tensors()
+        self.waiting: list[Frame] = []
+
+    def flush(self) -> None:
+        if self._frames:
+            parts = frames.encode(Message(self._tensors.dtypes, self._frames), self._tensors.join())
+            self.waiting += frames.decode([bytes(part) for part in parts])
+        self._frames, self._tensors = [], Tensors()
+
+    def take(self) -> list[Frame]:
+        taken, self.waiting = self.waiting, []
+        return taken
+
+
+class NoCache:
+    """In the place of `Recycling`."""
+
+    def hand_over(self, *_: Any) -> None: ...
+    def arrive(self, *_: Any) -> None: ...
+    def part(self, *_: Any) -> None: ...
+
+
+@dataclass
+class Served:
+    """A request on the simulated engine."""
+
+    name: str
+    prompt: list[int]
+    max_tokens: int
+    stops_below: int
+    run: Run
+    params: Any
+    ids: list[int] = field(default_factory=list)
+    computed: int = 0
+    arrived: bool = False
+    finished: bool = False
+
+    @property
+    def over(self) -> bool:
+        return bool(self.ids) and (len(self.ids) == self.max_tokens or self.ids[-1] < self.stops_below)
+
+
+class Simulation:
+    def __init__(self) -> None:
+        self.model = Causal()
+        self.letters = Letters()
+        self.requests: dict[str, Served] = {}
+        self._finished: set[str] = set()
+        self.replayed = 0
+        calls = record(self.model, self._dummy)
+        self._order = describe(self.model, calls=calls)
+        view = ModelView(Envoy(self._order))
+        self.interleaver = Interleaver(
+            self.model, _order(self._order), self.letters.report, view, _aliases(self._order), Limits(VOCABULARY, 256)
+        )
+        self.blocks = Blocks(self.interleaver, self.letters, torch.device("cpu"), NoCache())  # type: ignore[arg-type]
+
+    def _dummy(self) -> None:
+        self.model.compute_logits(self.model(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)))
+
+    def add(self, prompt: Sequence[int], probe: Any, max_tokens: int, stops_below: int = 0) -> Served:
+        params = SimpleNamespace(extra_args=None)
+        block = from_function(probe) if probe is not None else None
+        run = Run(Request({"prompt_token_ids": list(prompt)}, params), block)
+        if block is None:
+            run.ledger.done = True
+        else:
+            Shipment(run.key, block.payload, 1 << 30, 5.0).onto(params)
+        served = Served(f"request {len(self.requests)}", list(prompt), max_tokens, stops_below, run, params)
+        self.requests[served.name] = served
+        return served
+
+    # -- what a scheduler does -------------------------------------------------------------------------------------
+
+    def preempt(self, served: Served) -> None:
+        """Drop what has been computed of a request; all its tokens come once more when it is next in a step."""
+        self.replayed += served.computed > 0
+        served.computed = 0
+        self.model.cache.drop(served.name)
+
+    def finish(self, served: Served) -> None:
+        """The worker is told with the next step that a request is over."""
+        if not served.finished:
+            self._finished.add(served.name)
+        served.finished = True
+        self.model.cache.drop(served.name)
+
+    def step(self, present: Iterable[Served]) -> dict[str, int]:
+        """One forward pass over requests, in this order; returns the tokens drawn."""
+        present = list(present)
+        self._announce(present)
+        parts, ids, positions = [], [], []
+        for served in present:
+            tokens = [*served.prompt, *served.ids][served.computed :]
+            parts.append(Part(served.name, len(ids), len(ids) + len(tokens), served.computed))
+            ids += tokens
+            positions += range(served.computed, served.computed + len(tokens))
+            served.computed += len(tokens)
+        self.model.cache.parts = parts
+        return self._forward(present, parts, torch.tensor(ids), torch.tensor(positions)) if present else {}
+
+    @torch.inference_mode()
+    def _forward(
+        self, present: list[Served], parts: list[Part], ids: torch.Tensor, positions: torch.Tensor
+    ) -> dict[str, int]:
+        starts = [part.start for part in parts] + [parts[-1].stop]
+        names = [part.request for part in parts]
+        self.blocks.begin_step(Composition(names, starts, [part.computed for part in parts], len(ids)))
+        hidden = self.model(ids, positions)
+        self.blocks.begin_sampling()
+        logits = self.blocks.logits(self.model.compute_logits(hidden[torch.tensor(starts[1:]) - 1]))
+        samples = self.blocks.samples(logits.argmax(-1, keepdim=True).to(torch.int32))
+        self.blocks.end_step()
+        return {served.name: int(sample) for served, sample in zip(present, samples, strict=True)}
+
+    def _announce(self, present: list[Served]) -> None:
+        new = [served for served in present if not served.arrived]
+        for served in new:
+            served.arrived = True
+        arriving = [
+            SimpleNamespace(req_id=each.name, sampling_params=each.params, prompt_token_ids=each.prompt) for each in new
+        ]
+        scheduled: Any = SimpleNamespace(scheduled_new_reqs=arriving, finished_req_ids=self._finished)
+        self.blocks.schedule(scheduled)
+        self._finished = set()
+
+    # -- what comes back -------------------------------------------------------------------------------------------
+
+    def deliver(self, letters: Iterable[Frame]) -> None:
+        runs = {served.run.key: served.run for served in self.requests.values()}
+        for frame in letters:
+            runs[frame.key].feed_frame(frame)
+
+    def tell(self, served: Served, token: int) -> None:
+        """A token has been drawn."""
+        served.ids.append(token)
+        reason = "stop" if token < served.stops_below else "length"
+        completion = CompletionOutput(
+            0, f"<{token}>", [token], None, None, finish_reason=reason if served.over else None
+        )
+        served.run.feed_output(RequestOutput(served.name, None, served.prompt, None, [completion], served.over))
