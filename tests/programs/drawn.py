@@ -103,13 +103,16 @@ def programs(longest: int) -> st.SearchStrategy[Program]:
     return st.builds(Program, weighted((4, loops), (1, single)), weighted((2, st.just(())), (1, cached)))
 
 
-def batches(*, requests: tuple[int, int], rows: int, longest: int) -> st.SearchStrategy[tuple[Task, ...]]:
-    """From so many requests to so many, with at most so many rows in a prompt and tokens drawn."""
+def batches(
+    *, requests: tuple[int, int], rows: tuple[int, int], tokens: tuple[int, int]
+) -> st.SearchStrategy[tuple[Task, ...]]:
+    """From so many requests to so many, with from so many rows in a prompt to so many, and tokens drawn."""
     fewest, most = requests
+    longest = tokens[1]
     task = st.builds(
         Task,
-        prompt=st.lists(st.integers(FIRST_ID, 511), min_size=1, max_size=rows).map(tuple),
-        max_tokens=st.integers(1, longest),
+        prompt=st.lists(st.integers(FIRST_ID, 511), min_size=rows[0], max_size=rows[1]).map(tuple),
+        max_tokens=st.integers(*tokens),
         program=weighted((1, st.none()), (3, programs(longest))),
         joins=weighted((1, st.none()), (1, st.tuples(st.integers(0, most), st.integers(0, longest // 2)))),
         leaves=weighted((3, st.none()), (1, st.integers(1, longest))),

@@ -215,9 +215,9 @@ def crowded(hf) -> Iterator[Stage]:
     model.close()
 
 
-SMALL = batches(requests=(1, 6), rows=24, longest=8)
-LARGE = batches(requests=(1, 12), rows=40, longest=16)
-CROWD = batches(requests=(4, 8), rows=40, longest=32)
+SMALL = batches(requests=(1, 6), rows=(1, 24), tokens=(1, 8))
+LARGE = batches(requests=(1, 12), rows=(1, 40), tokens=(1, 16))
+CROWD = batches(requests=(6, 8), rows=(24, 40), tokens=(24, 32))
 
 
 def hold(stage: Stage, drawn: st.SearchStrategy[tuple[Task, ...]], examples: settings) -> None:

@@ -128,7 +128,7 @@ def seen(task: Task, served: Served) -> list[Any]:
     database=None,
     suppress_health_check=list(HealthCheck),
 )
-@given(batch=batches(requests=(1, 6), rows=10, longest=8), moves=MOVES)
+@given(batch=batches(requests=(1, 6), rows=(1, 10), tokens=(1, 8)), moves=MOVES)
 def test_programs_in_drawn_steps(simulation, batch, moves):
     note("\n".join(f"request {number}: {task}" for number, task in enumerate(batch)))
     together = run(simulation, batch, moves)

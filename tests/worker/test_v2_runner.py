@@ -13,8 +13,8 @@ from nnsight_async.testing import v2_runner_environment
 ROOT = Path(__file__).parents[2]
 TESTS = ["tests/semantics", "tests/worker"]
 CHOSEN = (
-    "against_transformers and llama or equal_prompts or different_steps or stop_ends or text_of or reaches_nobody "
-    "or draws and greedy or hooks or in_use"
+    "against_transformers and llama or equal_prompts or different_steps or stop_ends or text_of_tokens "
+    "or reaches_nobody or draws and greedy or hooks or in_use"
 )
 
 
