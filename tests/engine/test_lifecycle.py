@@ -185,6 +185,8 @@ class Script:
             text=True,
             env=environment,
             start_new_session=True,
+            # A job in the background of a shell ignores Ctrl-C, and so would what it starts.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def lines(self) -> Iterator[str]:
