@@ -233,6 +233,7 @@ def test_programs_in_batches(roomy):
     hold(roomy, SMALL, BOUNDED)
 
 
+@pytest.mark.soak
 def test_programs_that_are_preempted(crowded):
     before = crowded.replays()
     hold(crowded, CROWD, BOUNDED)
