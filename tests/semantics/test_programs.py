@@ -217,7 +217,7 @@ def crowded(hf) -> Iterator[Stage]:
 
 SMALL = batches(requests=(1, 6), rows=(1, 24), tokens=(1, 8))
 LARGE = batches(requests=(1, 12), rows=(1, 40), tokens=(1, 16))
-CROWD = batches(requests=(6, 8), rows=(24, 40), tokens=(24, 32))
+CROWD = batches(requests=(10, 12), rows=(24, 40), tokens=(24, 32))
 
 
 def hold(stage: Stage, drawn: st.SearchStrategy[tuple[Task, ...]], examples: settings) -> None:
@@ -229,24 +229,17 @@ def hold(stage: Stage, drawn: st.SearchStrategy[tuple[Task, ...]], examples: set
     programs_hold()
 
 
-def test_programs_in_batches(roomy):
-    hold(roomy, SMALL, BOUNDED)
+def for_long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.soak, id="for long")
 
 
-@pytest.mark.soak
-def test_programs_that_are_preempted(crowded):
+@pytest.mark.parametrize(("drawn", "examples"), [pytest.param(SMALL, BOUNDED, id="bounded"), for_long(LARGE, LONG)])
+def test_programs_in_batches(roomy, drawn, examples):
+    hold(roomy, drawn, examples)
+
+
+@pytest.mark.parametrize("examples", [pytest.param(BOUNDED, id="bounded"), for_long(LONG)])
+def test_programs_that_are_preempted(crowded, examples):
     before = crowded.replays()
-    hold(crowded, CROWD, BOUNDED)
-    assert crowded.replays() - before >= BATCHES
-
-
-@pytest.mark.soak
-def test_programs_in_large_batches_for_long(roomy):
-    hold(roomy, LARGE, LONG)
-
-
-@pytest.mark.soak
-def test_programs_that_are_preempted_for_long(crowded):
-    before = crowded.replays()
-    hold(crowded, CROWD, LONG)
-    assert crowded.replays() - before >= SOAKED
+    hold(crowded, CROWD, examples)
+    assert crowded.replays() - before >= examples.max_examples
