@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.programs.program import AFTER, FIRST_ID, LAYERS, SKIPPED, WITHIN, Loop, Op, Program
+from tests.programs.program import AFTER, FIRST_ID, FORCES, LAYERS, SKIPPED, WITHIN, Loop, Op, Program
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def ops(longest: int) -> st.SearchStrategy[Op]:
         (1, op(after, AFTER, ["read"], st.just(0))),
         (1, op(after, ["norm"], EDITS)),
         (1, op(after, ["logits"], (*EDITS, "favour"))),
-        (1, op(after, ["samples"], ["force", "constant"])),
+        (1, op(after, ["samples"], FORCES)),
     )
 
 
@@ -119,7 +119,12 @@ def batches(
         seed=weighted((3, st.none()), (1, NUMBERS)),
         stops_below=weighted((4, st.just(0)), (1, st.just(64))),
     )
-    return st.lists(task, min_size=fewest, max_size=most).map(_joining_earlier_ones)
+    return st.lists(task.map(_knowable), min_size=fewest, max_size=most).map(_joining_earlier_ones)
+
+
+def _knowable(task: Task) -> Task:
+    """Which token a seed drew is known by what was let out, which is another one where it was forced."""
+    return replace(task, seed=None) if task.program is not None and task.program.reads_what_it_forces else task
 
 
 def _joining_earlier_ones(tasks: list[Task]) -> tuple[Task, ...]:

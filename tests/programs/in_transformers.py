@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers.models.llama import modeling_llama
 
-from tests.programs.program import LAYERS, Loop, Memory, Op, Program
+from tests.programs.program import FORCES, LAYERS, Loop, Memory, Op, Program
 
 Step = list[tuple[str, Op]]
 """What a program does in one step, each op with its name."""
@@ -70,8 +70,8 @@ class Replay:
 
     def _before_edits(self, logits: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
         """The token that is drawn, before the program forces another."""
-        edits = [op for _, op in self._todo if op.name == "samples" and op.action != "read"]
-        return logits.argmax(-1, keepdim=True) if edits else drawn
+        ops = [op for _, op in self._todo if op.name == "samples" and self._memory.lets(op, self._step)]
+        return logits.argmax(-1, keepdim=True) if any(op.action in FORCES for op in ops) else drawn
 
     def _at(self, layer: int, names: Sequence[str], value: torch.Tensor) -> torch.Tensor:
         """The forward pass is at these places of a layer with `value`; returns what it goes on with."""
@@ -97,7 +97,7 @@ class Replay:
                 self.raised, self._todo = self._step, []
             case "stop" | "raise":
                 pass
-            case "force" | "constant" if op.name == "samples":
+            case action if op.name == "samples" and action in FORCES:
                 self.forced[self._step] = op.token
                 return torch.full_like(value, op.token)
             case _:

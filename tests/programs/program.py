@@ -46,6 +46,9 @@ LOCATIONS: dict[str, tuple[Any, ...]] = {
 SKIPPED = ("attention", "mlp", "resid_post")
 """Places at which a module can be skipped."""
 
+FORCES = ("force", "constant")
+"""What is done to samples."""
+
 FACTORS = (0.5, -1.0, 1.5, 2.0)
 FIRST_ID = 4  # those below are special tokens
 
@@ -117,6 +120,12 @@ class Program:
     @property
     def looks_at_tokens(self) -> bool:
         return any(op.when == "even token" for loop in self.loops for op in loop.body)
+
+    @property
+    def reads_what_it_forces(self) -> bool:
+        """Reads a token before it forces another, in one step."""
+        actions = [{op.action for op in loop.body if op.name == "samples"} for loop in self.loops]
+        return any("read" in each and not each.isdisjoint(FORCES) for each in actions)
 
     def __str__(self) -> str:
         first = [f"tracer.cache({list(self.cached)})"] if self.cached else []
