@@ -18,8 +18,8 @@ import uvloop
 
 from nnsight_async.engine.feed import Feed
 from nnsight_async.engine.inbox import Inbox
-from nnsight_async.engine.start import advice, start_error, start_vllm
-from nnsight_async.errors import EngineClosedError, EngineDeadError, RunCancelledError
+from nnsight_async.engine.start import dead_error, start_error, start_vllm
+from nnsight_async.errors import EngineClosedError, RunCancelledError
 from nnsight_async.runs.shipment import Shipment
 from nnsight_async.tree.manifest import Manifest
 from nnsight_async.worker import last_words, processes
@@ -121,7 +121,7 @@ class Engine:
     def check(self) -> None:
         """Raise `EngineDeadError` if the engine's processes have ended."""
         if self._died.done():
-            raise self._death()
+            raise dead_error(self._home)
 
     @property
     def in_its_thread(self) -> bool:
@@ -172,7 +172,7 @@ class Engine:
         await asyncio.wait({answer, self._died}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             answer.cancel()
-            raise self._death()
+            raise dead_error(self._home)
         try:
             return answer.result()[0]
         except Exception as error:
@@ -206,12 +206,7 @@ class Engine:
         if not self._closing:
             self._died.set_result(None)
             for run in list(self._runs.values()):
-                run.fail(self._death())
-
-    def _death(self) -> EngineDeadError:
-        words = last_words.read(self._home)
-        cause = f": {words}{advice(words)}\n" if words else "; "
-        return EngineDeadError(f"the engine's processes have ended{cause}close this model and build a new one")
+                run.fail(dead_error(self._home))
 
     def _from_outside(self, function: Callable[[], object]) -> None:
         with suppress(RuntimeError):  # the loop has been closed
@@ -230,7 +225,7 @@ class Engine:
     def _failure(self, error: BaseException) -> BaseException:
         from vllm.v1.engine.exceptions import EngineDeadError as Dead
 
-        return self._death() if isinstance(error, Dead) or self._died.done() else error
+        return dead_error(self._home) if isinstance(error, Dead) or self._died.done() else error
 
     def _keep_apart(self, run: Run) -> None:
         """A run with a block neither reads cached prefixes nor leaves its own for others."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nnsight_async.errors import EngineStartError
+from nnsight_async.errors import EngineDeadError, EngineStartError
 from nnsight_async.worker import last_words, processes
 
 if TYPE_CHECKING:
@@ -49,18 +49,28 @@ def start_error(error: Exception, home: Path) -> Exception:
     An error of one of its processes is an `EngineStartError` with the words that it has left; an error of the arguments
     is what vLLM makes of it.
     """
-    words = last_words.read(home)
+    words = left_in(home)
     if words is None and isinstance(error, ValueError):
         return error if type(error) is ValueError else ValueError(last_words.essence(error))
     if words is None and isinstance(error, (TypeError, OSError, NotImplementedError)):
         return error
-    words = words or last_words.words_of(error)
-    return EngineStartError(f"the engine did not start: {words}{advice(words)}")
+    return EngineStartError(f"the engine did not start: {words or last_words.words_of(error)}")
 
 
-def advice(words: str) -> str:
-    """What to do about a failure, as the rest of its message; nothing for one that is not known."""
-    return next((f"\n{what}" for pattern, what in ADVICE.items() if re.search(pattern, words)), "")
+def dead_error(home: Path) -> EngineDeadError:
+    """What to raise for an engine whose processes have ended."""
+    words = left_in(home)
+    cause = "; " if words is None else f": {words}\n"
+    return EngineDeadError(f"the engine's processes have ended{cause}close this model and build a new one")
+
+
+def left_in(home: Path) -> str | None:
+    """What the first process to fail has said, and what to do about it where that is known."""
+    processes.hear()
+    words = last_words.read(home)
+    if words is None:
+        return None
+    return "\n".join([words, *[what for pattern, what in ADVICE.items() if re.search(pattern, words)][:1]])
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from multiprocessing import parent_process, resource_tracker
+from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import ModuleType
@@ -62,7 +62,7 @@ class EngineProcess(SpawnProcess):
             status = error.code if isinstance(error.code, int) else int(error.code is not None)
         except Exception as error:
             status = 1
-            _hear_children()
+            hear()
             last_words.leave(last_words.words_of(error))
         _end(status)
 
@@ -99,6 +99,13 @@ def entered(module: ModuleType) -> Generator[None]:
         module.get_mp_context = before  # type: ignore[attr-defined]
 
 
+def hear() -> None:
+    """Let what a process started here was killed by be said, before what came of that here."""
+    for process, watch in list(_watches.items()):
+        if connection.wait([process.sentinel], timeout=0):
+            watch.join(PATIENCE)
+
+
 def kill(home: Path) -> None:
     """Give up the start of the engine of that folder: its processes, and theirs with them, end at once."""
     _given_up.add(str(home))
@@ -125,13 +132,6 @@ def _enter_workers() -> None:
     if executor is not None:
         executor.get_mp_context = EngineContext
         around(executor.WorkerProc, "__init__", last_words.spoken)  # `worker_main` keeps what that raises to itself
-
-
-def _hear_children() -> None:
-    """Let what a child was killed by be said before what came of that here."""
-    for process, watch in list(_watches.items()):
-        if not process.is_alive():
-            watch.join(PATIENCE)
 
 
 def _end_with_parent() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,14 @@ def nothing_stays() -> Any:
 def children() -> set[int]:
     """All but multiprocessing's own, which stays to the end of this process."""
     found = psutil.Process().children(recursive=True)
-    return {child.pid for child in found if "resource_tracker" not in " ".join(child.cmdline())}
+    return {child.pid for child in found if "resource_tracker" not in command(child)}
+
+
+def command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def copied(checkpoint: str, folder: Path) -> Path:
@@ -75,6 +83,23 @@ def test_weights_that_are_damaged(llama: str, tmp_path: Path, executor: str) -> 
 
     assert "SafetensorError" in words
     assert "the weights of the checkpoint are damaged" in words
+
+
+def test_a_process_that_is_killed_while_it_starts(llama: str) -> None:
+    before = children()
+
+    def kill_the_first() -> None:
+        while True:
+            for child in psutil.Process().children():
+                if child.pid not in before and "spawn_main" in command(child):
+                    child.kill()
+                    return
+
+    threading.Thread(target=kill_the_first, daemon=True).start()
+    words = not_started(llama)
+
+    assert "the process EngineCore was ended by SIGKILL" in words
+    assert "the machine has run out of memory" in words
 
 
 @pytest.mark.slow
