@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
+from nnsight_async.interleave.lent import lend
+
 
 class Constants:
     """Flat tensors of bytes on the model's device."""
@@ -34,5 +36,5 @@ class Constants:
             self._held.pop(digest, None)
 
     def own(self, digest: bytes) -> torch.Tensor:
-        """A copy for one run, whose block may change it."""
-        return self._held[digest].clone()
+        """The content for one run, whose block may change it."""
+        return lend(self._held[digest])
