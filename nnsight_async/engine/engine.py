@@ -206,7 +206,7 @@ class Engine:
         finally:
             self._runs.pop(run.key, None)
             self._tally[_end_of(run)] += 1
-            run.block = None  # its constants may be large, and a run is held for its values
+            run.unload()
 
     def _die(self, _: object) -> None:
         """vLLM gives no more outputs: unless it was closed, it is dead, and so is every run."""
