@@ -1,7 +1,8 @@
 """A feature of a sparse autoencoder, held at a value in every step of a generation.
 
 The autoencoder is an ordinary module of yours. It runs inside the block: the stream is encoded, one feature is set, and
-what is decoded goes back with the part that the autoencoder cannot express added again.
+what is decoded goes back with the part that the autoencoder cannot express added again. Its weights are sent to the
+engine with the first run that uses them, and recognised by their content after that.
 """
 
 from __future__ import annotations

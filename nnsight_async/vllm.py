@@ -37,6 +37,7 @@ from nnsight_async.tree.model import ModelView
 T = TypeVar("T")
 Mode = Literal["sync", "async"]
 MAX_SAVE_BYTES = 1 << 30
+MAX_CONSTANT_BYTES = 1 << 30
 BLOCK_TIMEOUT = 60.0
 
 
@@ -51,6 +52,7 @@ class VLLM(ModelView):
         rename: other names for modules: `{"model.layers": "layers"}` for one path, `{"self_attn": "attn"}` for every
             module of that name. The old names go on working.
         max_save_bytes: what one run may save, in bytes.
+        max_constant_bytes: how many bytes of large tensors that blocks took along stay in the worker for the next runs.
         block_timeout: seconds that a block may run between two locations before its run fails.
         engine_args: everything that vLLM's `AsyncEngineArgs` takes.
 
@@ -69,6 +71,7 @@ class VLLM(ModelView):
         taps: Sequence[str] = (),
         rename: Mapping[str, str] | None = None,
         max_save_bytes: int = MAX_SAVE_BYTES,
+        max_constant_bytes: int = MAX_CONSTANT_BYTES,
         block_timeout: float = BLOCK_TIMEOUT,
         **engine_args: Any,
     ) -> None:
@@ -85,7 +88,7 @@ class VLLM(ModelView):
         self._engine_args = engine_args
         self._settings = engine_settings(repo, engine_args)
         self._renames = dict(rename or {})
-        self._limits = Limits(max_save_bytes, block_timeout)
+        self._limits = Limits(max_save_bytes, block_timeout, max_constant_bytes)
         self._engine: Engine | None = None
         self._root: Envoy | None = None
         self._closed = False

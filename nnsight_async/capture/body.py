@@ -10,7 +10,7 @@ from nnsight_async.capture.diagnose import shipping_error
 from nnsight_async.capture.kept import refuse
 from nnsight_async.capture.load import VERSION, Body
 from nnsight_async.capture.scope import Scope
-from nnsight_async.capture.ship import Unshippable, dumps
+from nnsight_async.capture.ship import Pickled, Unshippable, dumps
 from nnsight_async.capture.skip import BodySkip, SkipSignal
 from nnsight_async.errors import CaptureError, ShippingError
 
@@ -64,15 +64,16 @@ class BodyCapture:
         """The block, with the values that outer names have now; ShippingError names one that cannot travel."""
         code = self._frame.f_code
         try:
-            payload = self._payload(*self._values())
+            pickled = self._pickled(*self._values())
         except (CaptureError, ShippingError) as error:
             raise error.with_traceback(_at(self._frame)) from error.__cause__
         return Block(
-            payload=VERSION + payload,
+            payload=VERSION + pickled.payload,
             names=self._template.names,
             filename=code.co_filename,
             first_line=self._statement.node.lineno,
             function=code.co_name,
+            constants=pickled.constants,
         )
 
     def bind(self, values: Mapping[str, object]) -> None:
@@ -85,13 +86,13 @@ class BodyCapture:
         free = _present(self._template.free, scope.seen)
         return free, _present((*self._template.certain, *self._template.possible), scope.own)
 
-    def _payload(self, free: dict[str, Any], entries: dict[str, Any]) -> bytes:
+    def _pickled(self, free: dict[str, Any], entries: dict[str, Any]) -> Pickled:
         try:
             return self._dumps(free, entries)
         except Unshippable as failure:
             return self._without_stale(free, entries, failure)
 
-    def _without_stale(self, free: dict[str, Any], entries: dict[str, Any], failure: Unshippable) -> bytes:
+    def _without_stale(self, free: dict[str, Any], entries: dict[str, Any], failure: Unshippable) -> Pickled:
         """Names that the body may well assign first can hold what an earlier trace left there: they may stay behind."""
         certain = {name: value for name, value in entries.items() if name in self._template.certain}
         kept = dict(entries)
@@ -113,7 +114,7 @@ class BodyCapture:
             failure,
         ) from failure.__cause__
 
-    def _dumps(self, free: dict[str, Any], entries: dict[str, Any]) -> bytes:
+    def _dumps(self, free: dict[str, Any], entries: dict[str, Any]) -> Pickled:
         namespace = self._frame.f_globals
         names = {name: namespace[name] for name in _MODULE_NAMES if name in namespace}
         body = Body(self._template.code(tuple(entries)), {**names, **free}, tuple(entries.values()))

@@ -11,7 +11,7 @@ from nnsight_async.capture.compile import attribute_names
 from nnsight_async.capture.diagnose import shipping_error
 from nnsight_async.capture.load import VERSION
 from nnsight_async.capture.recompile import recompiled, with_code
-from nnsight_async.capture.ship import Unshippable, dumps
+from nnsight_async.capture.ship import Pickled, Unshippable, dumps
 from nnsight_async.errors import CaptureError
 
 Probe = Callable[[Any, Any], object]
@@ -33,12 +33,14 @@ def from_function(probe: Probe) -> Block:
     if function is not None:
         rewritten, names = recompiled(function, named=True)
         prepared = _around(probe, with_code(rewritten, rewritten.__code__))
+    pickled = _dumps(prepared, function)
     return Block(
-        payload=VERSION + _dumps(prepared, function),
+        payload=VERSION + pickled.payload,
         names=names,
         filename=function.__code__.co_filename if function is not None else "<unknown>",
         first_line=function.__code__.co_firstlineno if function is not None else 0,
         function=_name(probe),
+        constants=pickled.constants,
     )
 
 
@@ -98,7 +100,7 @@ def _check_arguments(probe: Probe) -> None:
         ) from None
 
 
-def _dumps(prepared: object, function: FunctionType | None) -> bytes:
+def _dumps(prepared: object, function: FunctionType | None) -> Pickled:
     attributes = attribute_names(function.__code__) if function is not None else frozenset[str]()
     try:
         return dumps(prepared, attributes)

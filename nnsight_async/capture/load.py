@@ -11,9 +11,12 @@ from collections.abc import Callable
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
+
 from nnsight_async.errors import ShippingError
 
 Resolve = Callable[[tuple[str, ...]], object]
+Constants = Callable[[bytes], torch.Tensor]
 Program = Callable[[object, object], object]
 
 VERSION = bytes(sys.version_info[:2])
@@ -55,24 +58,52 @@ def reference(*name: str) -> object:
     raise ShippingError(f"{name} has a meaning only inside `load`")
 
 
+class Geometry(NamedTuple):
+    """How a tensor shows the bytes of its storage."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+    def show(self, content: torch.Tensor) -> torch.Tensor:
+        shown = content.view(self.dtype).as_strided(self.size, self.stride)
+        return shown.requires_grad_() if self.requires_grad else shown
+
+
+def small(content: bytes, *geometry: Any) -> torch.Tensor:
+    """A tensor that travels inside its block. (PyTorch's own way fails to load float8 and uint16, as of 2.13.)"""
+    flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
+    return Geometry(*geometry).show(flat)
+
+
+def large(digest: bytes, *geometry: Any) -> torch.Tensor:
+    """Stands in a payload for a tensor that travels apart; `load` puts the tensor in its place."""
+    raise ShippingError(f"{digest.hex()} has a meaning only inside `load`")
+
+
 _REFERENCE = (reference.__module__, reference.__qualname__)
+_LARGE = (large.__module__, large.__qualname__)
 
 
-TENSORS = ("torch._utils", "_rebuild_tensor_v2")
-"""What a pickled tensor is rebuilt by (torch 2.11, 2.13)."""
+TENSORS = (("torch._utils", "_rebuild_tensor_v2"), (small.__module__, small.__qualname__))
+"""What a pickled tensor is rebuilt by: ours, and PyTorch's (2.11, 2.13) for those that are more than their bytes."""
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, payload: bytes, resolve: Resolve, device: Any) -> None:
+    def __init__(self, payload: bytes, resolve: Resolve, device: Any, constants: Constants | None) -> None:
         super().__init__(io.BytesIO(payload))
         self._resolve = resolve
         self._device = device
+        self._constants = constants
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) == _REFERENCE:
             return self._resolved
+        if (module_name, global_name) == _LARGE and self._constants is not None:
+            return functools.partial(_apart, self._constants)
         found = super().find_class(module_name, global_name)
-        if self._device is not None and (module_name, global_name) == TENSORS:
+        if self._device is not None and (module_name, global_name) in TENSORS:
             return functools.partial(_on_device, self._device, found)
         return found
 
@@ -81,13 +112,19 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _on_device(device: Any, rebuild: Callable[..., Any], *parts: Any) -> Any:
-    return rebuild(*parts).to(device)
+    tensor = rebuild(*parts)
+    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
 
-def load(payload: bytes, resolve: Resolve, device: Any = None) -> Program:
+def _apart(constants: Constants, digest: bytes, *geometry: Any) -> torch.Tensor:
+    return Geometry(*geometry).show(constants(digest))
+
+
+def load(payload: bytes, resolve: Resolve, device: Any = None, constants: Constants | None = None) -> Program:
     """The block as a function of (model, tracer); `resolve` turns references into what they mean here.
 
-    Tensors that the block uses arrive on `device`, where the model's are (None: where they were).
+    Tensors that the block uses arrive on `device`, where the model's are (None: where they were). Those that travelled
+    apart come from `constants`, flat and as bytes.
 
     Raises `ShippingError` if the block was made by another minor version of Python.
     """
@@ -98,5 +135,5 @@ def load(payload: bytes, resolve: Resolve, device: Any = None) -> Program:
             f"the block was made by Python {theirs} and this worker runs Python {ours}: code travels only between "
             f"equal minor versions. Run the client with Python {ours}."
         )
-    value: Any = _Unpickler(payload[head:], resolve, device).load()
+    value: Any = _Unpickler(payload[head:], resolve, device, constants).load()
     return Body(*value).program() if type(value) is tuple else value

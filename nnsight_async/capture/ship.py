@@ -7,12 +7,14 @@ import pickle
 import sys
 import threading
 from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import cloudpickle
+import torch
 
 from nnsight_async.capture.compile import attribute_names
-from nnsight_async.capture.load import ORIGIN, load_code, reference, set_class_state
+from nnsight_async.capture.constants import LARGE, Constant, constant, content_of, is_plain, span
+from nnsight_async.capture.load import ORIGIN, Geometry, large, load_code, reference, set_class_state, small
 from nnsight_async.capture.recompile import recompiled
 from nnsight_async.capture.userland import is_user_module
 from nnsight_async.errors import CaptureError
@@ -34,7 +36,14 @@ class Unshippable(Exception):  # noqa: N818 -- becomes a ShippingError when the 
         self.culprit = culprit
 
 
-def dumps(value: object, attributes: AbstractSet[str]) -> bytes:
+class Pickled(NamedTuple):
+    """A value as bytes, and the large tensors that they name."""
+
+    payload: bytes
+    constants: tuple[Constant, ...]
+
+
+def dumps(value: object, attributes: AbstractSet[str]) -> Pickled:
     """Pickle `value`; functions and classes of the user's own modules go by value, with their saves rewritten.
 
     Of a module of the user's that is itself a value, only what is named in `attributes`, or in a function that goes
@@ -43,15 +52,16 @@ def dumps(value: object, attributes: AbstractSet[str]) -> bytes:
     known = set(attributes)
     while True:
         pickler = _BlockPickler(known)
-        result = pickler.dumps(value)
+        payload = pickler.dumps(value)
         if not pickler.missed:
-            return result
+            return Pickled(payload, tuple(pickler.constants.values()))
 
 
 class _BlockPickler(cloudpickle.Pickler):
     def __init__(self, attributes: set[str]) -> None:
         self._buffer = io.BytesIO()
         super().__init__(self._buffer, protocol=pickle.HIGHEST_PROTOCOL)
+        self.constants: dict[bytes, Constant] = {}
         self.missed = False  # whether a module went before all that is used of it was known
         self._attributes = attributes
         self._sent_module = False
@@ -86,6 +96,8 @@ class _BlockPickler(cloudpickle.Pickler):
         elif isinstance(obj, ModuleType):
             if is_user_module(obj.__name__):
                 return self._reduce_module(obj)
+        elif isinstance(obj, torch.Tensor):
+            return self._reduce_tensor(obj)
         elif isinstance(obj, _REFUSED):
             return _reduce_stream(obj)
         return super().reducer_override(obj)
@@ -101,6 +113,17 @@ class _BlockPickler(cloudpickle.Pickler):
         if self._sent_module and not names <= self._attributes:
             self.missed = True
         self._attributes |= names
+
+    def _reduce_tensor(self, tensor: torch.Tensor) -> Any:
+        if is_plain(tensor):
+            flat = span(tensor)
+            geometry = Geometry(tensor.dtype, tuple(tensor.size()), tensor.stride(), tensor.requires_grad)
+            if flat.nbytes < LARGE:
+                return small, (content_of(flat), *geometry)
+            found = constant(flat)
+            self.constants[found.digest] = found
+            return large, (found.digest, *geometry)
+        return super().reducer_override(tensor)
 
     def _reduce_module(self, module: ModuleType) -> tuple[object, ...]:
         self._sent_module = True

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
+from nnsight_async.engine.constants import Constants
 from nnsight_async.engine.feed import Feed
 from nnsight_async.engine.inbox import Inbox
 from nnsight_async.engine.start import dead_error, start_error, start_vllm
@@ -40,10 +41,12 @@ CLOSED = "this model was closed; build a new one"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one run may take: bytes of saved values, and seconds between two locations of its block."""
+    """What one run may take: bytes of saved values, and seconds between two locations of its block; and what stays in
+    the worker: bytes of constants that no run uses now."""
 
     save_bytes: int
     block_seconds: float
+    constant_bytes: int
 
 
 class Engine:
@@ -63,6 +66,7 @@ class Engine:
         self._tally: dict[str, int] = dict.fromkeys(("started", "finished", "failed", "cancelled", "late_frames"), 0)
         self._submitting = threading.Lock()
         self._building: Future[None] = Future()
+        self._constants = Constants(self._ask, limits.constant_bytes)
         self.llm: AsyncLLM
         self.manifest: Manifest
 
@@ -192,14 +196,17 @@ class Engine:
         run.when_settled(lambda: self._from_outside(over.set))
         feed = Feed(run, lambda error: run.fail(self._failure(error)))
         try:
-            await feed.open(self.llm)
-            await over.wait()
-            await feed.close()
+            async with self._constants.on_hand(run.block.constants if run.block is not None else ()):
+                if not run.settled:
+                    await feed.open(self.llm)
+                    await over.wait()
+                    await feed.close()
         except Exception as error:
             run.fail(self._failure(error))
         finally:
             self._runs.pop(run.key, None)
             self._tally[_end_of(run)] += 1
+            run.unload()
 
     def _die(self, _: object) -> None:
         """vLLM gives no more outputs: unless it was closed, it is dead, and so is every run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from threading import RLock
 from types import TracebackType
@@ -128,6 +129,11 @@ class Run(Job):
         self.warn()
         self.check()
         return self.output
+
+    def unload(self) -> None:
+        """Let go of what was sent, which may be large: a run may be held for its values for long."""
+        if self.block is not None:
+            self.block = replace(self.block, payload=b"", constants=())
 
     def cancel(self) -> None:
         self.fail(RunCancelledError("the run was cancelled before it had ended"))

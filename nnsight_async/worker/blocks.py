@@ -12,6 +12,7 @@ from nnsight_async.interleave.interleaver import Interleaver
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
 from nnsight_async.interleave.rows import Batch, Span
 from nnsight_async.runs.shipment import Shipment
+from nnsight_async.worker.constants import Constants
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -30,6 +31,7 @@ class Blocks:
 
     def __init__(self, interleaver: Interleaver, outbox: Outbox, device: torch.device, recycling: Recycling) -> None:
         self.interleaver = interleaver
+        self.constants = Constants(device)
         self._outbox = outbox
         self._recycling = recycling
         self._device = device if device.type != "cpu" else None
@@ -111,7 +113,9 @@ class Blocks:
         run = BlockRun(shipped.run, self.interleaver, _prompt_rows(request), shipped.budget, shipped.timeout)
         self._runs[request.req_id] = run
         try:
-            run.program = load(shipped.block, lambda reference: self._resolve(run, reference), self._device)
+            run.program = load(
+                shipped.block, lambda reference: self._resolve(run, reference), self._device, self.constants.own
+            )
         except BaseException as error:
             run.fail(error)
             self._outbox.report(run)

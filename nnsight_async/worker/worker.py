@@ -80,6 +80,18 @@ class BlockWorker:
         """Let blocks use other names for modules; the client has checked them against the manifest."""
         self.nnsight_blocks.interleaver.model = ModelView(Envoy(self.nnsight_manifest.renamed(renames)))
 
+    def nnsight_receive(self, digest: bytes, size: int, start: int, piece: bytes) -> str | None:
+        """Take in a piece of a constant; returns what went wrong (vLLM would log it as a fault of the engine)."""
+        try:
+            self.nnsight_blocks.constants.receive(digest, size, start, piece)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def nnsight_drop(self, digests: list[bytes]) -> None:
+        """Let go of constants; blocks that run have their own."""
+        self.nnsight_blocks.constants.drop(digests)
+
     def nnsight_counts(self) -> dict[str, Any]:
         """What blocks hold in this worker now, and what they have taken so far."""
         interleaver = self.nnsight_blocks.interleaver
@@ -93,6 +105,8 @@ class BlockWorker:
             "steps": self.nnsight_blocks.steps,
             "block_seconds": interleaver.watchdog.seconds,
             "replays": interleaver.log.replays,
+            "constants": self.nnsight_blocks.constants.count,
+            "constant_bytes": self.nnsight_blocks.constants.bytes,
         }
 
     def shutdown(self) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from nnsight_async import RunCancelledError, Saved
 from nnsight_async.capture.block import Block
+from nnsight_async.capture.constants import constant
 from nnsight_async.runs import failures
 from nnsight_async.runs.frames import Frame
 from nnsight_async.runs.request import Request
@@ -183,3 +187,15 @@ def test_an_error_after_the_last_step_comes_when_all_tokens_have(run):
     run.feed_output(output(7, finished=True))
     assert told(run) == [(7, {"x": "a"})]
     assert isinstance(run.error, ValueError)
+
+
+def test_what_was_sent_is_not_held_with_the_values() -> None:
+    large = constant(torch.zeros(1 << 20, dtype=torch.uint8))
+    run = Run(Request({"prompt_token_ids": [1, 2]}, None), replace(block("x"), payload=b"code", constants=(large,)))
+    gone = weakref.ref(large)
+    del large
+
+    run.unload()
+
+    assert run.block == block("x")
+    assert gone() is None
