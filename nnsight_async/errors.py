@@ -110,6 +110,10 @@ class RunCancelledError(NNsightError, RuntimeError):
     """The run was cancelled before the value that was waited for had arrived."""
 
 
+class SlowConsumerError(NNsightError, BufferError):
+    """More saved values waited for the reader of a stream than a run may keep for it."""
+
+
 class MainGuardError(NNsightError, RuntimeError):
     """A script builds an engine outside `if __name__ == "__main__":`."""
 

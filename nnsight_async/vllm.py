@@ -25,6 +25,7 @@ from nnsight_async.runs.body import caller
 from nnsight_async.runs.generation import Generation
 from nnsight_async.runs.group import planned
 from nnsight_async.runs.handle import ProbeRun
+from nnsight_async.runs.history import SlowConsumers
 from nnsight_async.runs.invokes import ABSENT, InvokeTrace
 from nnsight_async.runs.job import Job
 from nnsight_async.runs.map import Map
@@ -38,6 +39,7 @@ T = TypeVar("T")
 Mode = Literal["sync", "async"]
 MAX_SAVE_BYTES = 1 << 30
 MAX_CONSTANT_BYTES = 1 << 30
+MAX_BUFFERED_BYTES = 1 << 30
 BLOCK_TIMEOUT = 60.0
 
 
@@ -52,12 +54,16 @@ class VLLM(ModelView):
         rename: other names for modules: `{"model.layers": "layers"}` for one path, `{"self_attn": "attn"}` for every
             module of that name. The old names go on working.
         max_save_bytes: what one run may save, in bytes.
+        max_buffered_bytes: how many bytes of saved values a run keeps for those who read them step by step, from a
+            stream; beyond that the oldest steps are let go of.
+        slow_consumers: what becomes of a run if they have not been read by then, though somebody has a stream of it:
+            "fail" ends it with `SlowConsumerError`, with "drop" the stream goes on without them (`Token.dropped`).
         max_constant_bytes: how many bytes of large tensors that blocks took along stay in the worker for the next runs.
         block_timeout: seconds that a block may run between two locations before its run fails.
         engine_args: everything that vLLM's `AsyncEngineArgs` takes.
 
     Raises:
-        ValueError: an unknown `mode`.
+        ValueError: an unknown `mode`, or unknown `slow_consumers`.
         TypeError: an unknown engine argument; the nearest real one is named.
         EngineStartError: with `dispatch`, when vLLM does not start.
     """
@@ -71,12 +77,16 @@ class VLLM(ModelView):
         taps: Sequence[str] = (),
         rename: Mapping[str, str] | None = None,
         max_save_bytes: int = MAX_SAVE_BYTES,
+        max_buffered_bytes: int = MAX_BUFFERED_BYTES,
+        slow_consumers: SlowConsumers = "fail",
         max_constant_bytes: int = MAX_CONSTANT_BYTES,
         block_timeout: float = BLOCK_TIMEOUT,
         **engine_args: Any,
     ) -> None:
         if mode not in ("sync", "async"):
             raise ValueError(f"mode is 'sync' or 'async', not {mode!r}")
+        if slow_consumers not in ("fail", "drop"):
+            raise ValueError(f"slow_consumers is 'fail' or 'drop', not {slow_consumers!r}")
         if taps:
             raise UnsupportedError("taps are not supported yet")
         self._asked = repo, engine_args.get("revision"), engine_args.get("hf_token")
@@ -88,7 +98,7 @@ class VLLM(ModelView):
         self._engine_args = engine_args
         self._settings = engine_settings(repo, engine_args)
         self._renames = dict(rename or {})
-        self._limits = Limits(max_save_bytes, block_timeout, max_constant_bytes)
+        self._limits = Limits(max_save_bytes, block_timeout, max_buffered_bytes, slow_consumers, max_constant_bytes)
         self._engine: Engine | None = None
         self._root: Envoy | None = None
         self._closed = False

@@ -21,6 +21,7 @@ from nnsight_async.engine.feed import Feed
 from nnsight_async.engine.inbox import Inbox
 from nnsight_async.engine.start import dead_error, start_error, start_vllm
 from nnsight_async.errors import EngineClosedError, RunCancelledError
+from nnsight_async.runs.history import Buffer, SlowConsumers
 from nnsight_async.runs.shipment import Shipment
 from nnsight_async.tree.manifest import Manifest
 from nnsight_async.worker import last_words, processes
@@ -36,16 +37,27 @@ T = TypeVar("T")
 PATIENCE = 5.0
 """Seconds that something which ends at close has for it."""
 
+COUNTED = ("started", "finished", "failed", "cancelled", "late_frames", "dropped_steps")
+
 CLOSED = "this model was closed; build a new one"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one run may take: bytes of saved values, and seconds between two locations of its block; and what stays in
-    the worker: bytes of constants that no run uses now."""
+    """What one run may take, and what blocks leave in the worker.
+
+    Attributes:
+        save_bytes: bytes of saved values.
+        block_seconds: seconds between two locations of a block.
+        buffered_bytes: bytes of saved values that wait for those who read them step by step.
+        slow_consumers: what becomes of the run when there are more.
+        constant_bytes: bytes of constants that stay in the worker though no run uses them now.
+    """
 
     save_bytes: int
     block_seconds: float
+    buffered_bytes: int
+    slow_consumers: SlowConsumers
     constant_bytes: int
 
 
@@ -63,7 +75,7 @@ class Engine:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._closing = False
-        self._tally: dict[str, int] = dict.fromkeys(("started", "finished", "failed", "cancelled", "late_frames"), 0)
+        self._tally: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._submitting = threading.Lock()
         self._building: Future[None] = Future()
         self._constants = Constants(self._ask, limits.constant_bytes)
@@ -97,6 +109,7 @@ class Engine:
             limits = self._limits
             packed = Shipment(run.key, run.block.payload, limits.save_bytes, limits.block_seconds)
             packed.onto(run.request.params)
+            run.buffer = Buffer(limits.buffered_bytes, limits.slow_consumers)
             self._keep_apart(run)
         with self._submitting:
             if self._closing:
@@ -207,6 +220,7 @@ class Engine:
             self._runs.pop(run.key, None)
             self._tally[_end_of(run)] += 1
             run.unload()
+            self._tally["dropped_steps"] += run.buffer.dropped
 
     def _die(self, _: object) -> None:
         """vLLM gives no more outputs: unless it was closed, it is dead, and so is every run."""

@@ -19,7 +19,7 @@ class Frame(msgspec.Struct, array_like=True):
     `step` counts forward passes of the run; 0 is the prefill. `done` says that the block has ended, `stopped` that it
     asked for the request to end here, `ended` that the entries were saved after the last step, and `error` holds what
     it raised (see `failures`). `printed` is what it printed, `warned` what it warned of: category, message, file, line.
-    An entry has a name, an operation and a packed value.
+    An entry has a name, an operation and a packed value; all together took `size` bytes of the run's budget.
     """
 
     key: int
@@ -31,6 +31,7 @@ class Frame(msgspec.Struct, array_like=True):
     error: bytes | None = None
     printed: str = ""
     warned: list[tuple[str, str, str, int]] = []
+    size: int = 0
 
 
 class Message(msgspec.Struct, array_like=True):

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from nnsight_async.errors import NotSavedError
+from nnsight_async.runs.history import Step
 from nnsight_async.runs.signal import Signal
 
 if TYPE_CHECKING:
@@ -24,13 +25,18 @@ class Job(ABC):
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
-        self.tokens: list[Token] = []
-        self.history: list[dict[str, Any]] = []
+        self.steps: list[Step] = []
         self.changed = Signal()
         self.ended = Signal()
         self.settled = False
         self._whole: Group | None = None
         self._readers: set[object] = set()
+        self._streams: set[object] = set()
+
+    @property
+    def tokens(self) -> list[Token]:
+        """Those that are out."""
+        return [step.token for step in self.steps if step.token is not None]
 
     # -- what it comes to ------------------------------------------------------------------------------------------
 
@@ -90,10 +96,10 @@ class Job(ABC):
     # -- who reads it ----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def read(self) -> Generator[None]:
+    def read(self, *, steps: bool = False) -> Generator[None]:
         """Wait for something of this; one who is cancelled or interrupted in it aborts what nobody else reads."""
         reader = object()
-        self.open(reader)
+        self.open(reader, steps=steps)
         try:
             yield
         except Exception:
@@ -104,13 +110,16 @@ class Job(ABC):
         finally:
             self.shut(reader)
 
-    def open(self, reader: object) -> None:
-        """Count `reader` among those who read this."""
+    def open(self, reader: object, *, steps: bool) -> None:
+        """Count `reader` among those who read this, or even every one of its steps."""
         self._readers.add(reader)
+        if steps:
+            self._streams.add(reader)
 
     def shut(self, reader: object) -> None:
         """`reader` has all it wanted."""
         self._readers.discard(reader)
+        self._streams.discard(reader)
 
     def leave(self, reader: object) -> None:
         """`reader` goes before the end: abort what nobody else reads."""
@@ -123,24 +132,29 @@ class Job(ABC):
         """Whether somebody reads this, or what it is a part of."""
         return bool(self._readers) or (self._whole is not None and self._whole.is_read())
 
+    def is_streamed(self) -> bool:
+        """Whether somebody reads every step of this, or of what it is a part of."""
+        return bool(self._streams) or (self._whole is not None and self._whole.is_streamed())
+
+    def step(self, number: int) -> Step | None:
+        """What came of a step, which whoever asks has read then; None if there was none."""
+        if number >= len(self.steps):
+            return None
+        step = self.steps[number]
+        step.read = True
+        return step
+
     # -- being filled ----------------------------------------------------------------------------------------------
 
     def join(self, whole: Group) -> None:
         """Pass everything on to `whole`, which this is a part of."""
         self._whole = whole
 
-    def take(self, token: Token) -> None:
-        """A token is out, with the values of its step."""
-        self.tokens.append(token)
-        self.history.append(token.saves)
+    def take(self, step: Step) -> None:
+        """A token is out, with the values of its step, or what was saved after the last one."""
+        self.steps.append(step)
         if self._whole is not None:
-            self._whole.take(token)
-
-    def take_last(self, saves: dict[str, Any]) -> None:
-        """Values that were saved after the last step."""
-        self.history.append(saves)
-        if self._whole is not None:
-            self._whole.take_last(saves)
+            self._whole.take(step)
 
     def tell(self) -> None:
         """Have everyone who waits look again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from nnsight_async.runs.frames import Frame
@@ -18,6 +19,7 @@ class Ledger:
         self.done = False
         self.stopped_at: int | None = None
         self._filed: dict[int, list[Entry]] = {}
+        self._sizes: Counter[int] = Counter()
         self._closing: list[Entry] = []
 
     def file(self, frame: Frame) -> None:
@@ -26,6 +28,7 @@ class Ledger:
             self._closing += frame.entries
         elif frame.entries:
             self._filed.setdefault(frame.step, []).extend(frame.entries)
+            self._sizes[frame.step] += frame.size
         self.through = max(self.through, frame.step)
         self.done = self.done or frame.done
         if frame.stopped:
@@ -35,9 +38,9 @@ class Ledger:
         """Whether all that `step` will save has come."""
         return self.done or step <= self.through
 
-    def let_out(self, step: int) -> dict[str, Any]:
-        """Apply the entries of `step`; returns the values that it saved."""
-        return self._apply(self._filed.pop(step, ()))
+    def let_out(self, step: int) -> tuple[dict[str, Any], int]:
+        """Apply the entries of `step`; returns the values that it saved, and the bytes that came for them."""
+        return self._apply(self._filed.pop(step, ())), self._sizes.pop(step, 0)
 
     def close(self) -> dict[str, Any]:
         """No step comes any more: drop what was filed for steps without a token; returns what was saved last."""

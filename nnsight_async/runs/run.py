@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nnsight_async.errors import EngineClosedError, RunCancelledError
 from nnsight_async.runs import echo, failures
+from nnsight_async.runs.history import Buffer, Step
 from nnsight_async.runs.job import Job
 from nnsight_async.runs.ledger import Ledger
 from nnsight_async.runs.token import Token
@@ -50,6 +51,7 @@ class Run(Job):
         self.request = request
         self.block = block
         self.ledger = Ledger()
+        self.buffer = Buffer()
         self.output: Any = None
         self.error: BaseException | None = None
         self.traceback: TracebackType | None = None
@@ -144,9 +146,11 @@ class Run(Job):
     # -- joining ---------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        before = len(self.tokens), self.values_final
-        while self._pending and self.ledger.holds(len(self.tokens)) and not self._is_over():
+        before = len(self.steps), self.values_final
+        while self._pending and self.ledger.holds(len(self.steps)) and not self._is_over():
             self._let_out(*self._pending.popleft())
+        if self.settled:
+            return
         if self._failure is not None and self._has_failed():
             self.fail(self._failure.error)
         elif self._is_stopped():
@@ -155,18 +159,24 @@ class Run(Job):
             self._settle()
         elif self._was_aborted():
             self.fail(RunCancelledError("vLLM ended the request before its first step"))
-        elif self.ledger.done and len(self.tokens) > self.ledger.through:
+        elif self.ledger.done and len(self.steps) > self.ledger.through:
             self.values_final = True
-        if (len(self.tokens), self.values_final) != before:
+        if (len(self.steps), self.values_final) != before:
             self.tell()
 
     def _let_out(self, number: int, text: str, logprob: float | None, reason: str | None) -> None:
-        index = len(self.tokens)
-        saves = self.ledger.let_out(index)
+        index = len(self.steps)
+        saves, size = self.ledger.let_out(index)
         if self.ledger.stopped_at == index:
             reason = "stop"
         request = self.request
-        self.take(Token(number, text, index, logprob, saves, reason, request.invoke, request.sequence))
+        token = Token(number, text, index, logprob, saves, reason, request.invoke, request.sequence)
+        self.take(Step(token, saves, size))
+        for step in self.buffer.excess(self.steps):
+            if self.buffer.slow_consumers == "fail" and not step.read and self.is_streamed():
+                self.fail(self.buffer.error())
+                break
+            self.buffer.drop(step)
 
     @property
     def _beginning(self) -> failures.Place | None:
@@ -177,11 +187,11 @@ class Run(Job):
     def _was_aborted(self) -> bool:
         """Whether somebody else ended the request before the worker had seen it: no frame will come."""
         aborted = self.output is not None and self.output.outputs[0].finish_reason == "abort"
-        return aborted and not self.tokens and not self._pending and self.ledger.through < 0
+        return aborted and not self.steps and not self._pending and self.ledger.through < 0
 
     def _is_over(self) -> bool:
         """Whether no token is let out any more: the block stopped the request, or failed in the next step."""
-        return self._is_stopped() or self._has_failed()
+        return self.settled or self._is_stopped() or self._has_failed()
 
     def _has_failed(self) -> bool:
         if self._failure is None:
@@ -189,11 +199,11 @@ class Run(Job):
         complete = self._finished and not self._pending
         if self._failure.step is None:
             return complete
-        return len(self.tokens) >= self._failure.step and not (complete and len(self.tokens) == self._failure.step)
+        return len(self.steps) >= self._failure.step and not (complete and len(self.steps) == self._failure.step)
 
     def _is_stopped(self) -> bool:
         stopped = self.ledger.stopped_at
-        return stopped is not None and len(self.tokens) > stopped
+        return stopped is not None and len(self.steps) > stopped
 
     def _stop(self) -> None:
         """The block asked for the end: drop what vLLM drew after that step."""
@@ -203,7 +213,7 @@ class Run(Job):
 
     def _settle(self) -> None:
         if self.error is None and (saves := self.ledger.close()):
-            self.take_last(saves)
+            self.take(Step(None, saves))
         if self.output is not None:
             self.output.saves = self.ledger.values
         self.values_final = True

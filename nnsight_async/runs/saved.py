@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator, Iterator, Mapping
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -32,16 +33,17 @@ class Saved:
         Of several invokes or sequences, all values in the order in which they come. Leaving it early aborts the request
         if nobody else reads from it.
         """
-        job, at = self._job, 0
-        with job.read():
-            while True:
-                await job.changed.until(lambda at=at: len(job.history) > at or job.settled)
-                if at >= len(job.history):
+        job = self._job
+        with job.read(steps=True):
+            for at in count():
+                await job.changed.until(lambda at=at: len(job.steps) > at or job.settled)
+                step = job.step(at)
+                if step is None:
                     break
-                saved = job.history[at]
-                at += 1
-                if self.name in saved:
-                    yield saved[self.name]
+                if step.lost is not None:
+                    raise step.lost
+                if self.name in step.saves:
+                    yield step.saves[self.name]
             job.check(self.name)
 
     def done(self) -> bool:

@@ -24,7 +24,7 @@ class Stream:
         self._job = job
         self._at = 0
         self._reader = object()
-        job.open(self._reader)
+        job.open(self._reader, steps=True)
 
     def __aiter__(self) -> Stream:
         return self
@@ -64,14 +64,16 @@ class Stream:
         self._leave()
 
     def _ready(self) -> bool:
-        return len(self._job.tokens) > self._at or self._job.settled
+        return len(self._job.steps) > self._at or self._job.settled
 
     def _next(self) -> Token | None:
         self._job.warn()
-        if self._at < len(self._job.tokens):
-            token = self._job.tokens[self._at]
+        step = self._job.step(self._at)
+        if step is not None and step.token is not None:
             self._at += 1
-            return token
+            if step.lost is not None:
+                raise step.lost
+            return step.token
         self._job.check()
         return None
 

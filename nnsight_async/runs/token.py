@@ -19,6 +19,7 @@ class Token:
         finish_reason: on the last token, vLLM's reason ("length", "stop", ...); else None.
         invoke: which of the invokes of a trace it belongs to, from 0.
         sequence: which of the `n` sequences of its prompt it belongs to, from 0.
+        dropped: whether values that its step saved were dropped before they were read (`slow_consumers="drop"`).
     """
 
     id: int
@@ -29,3 +30,4 @@ class Token:
     finish_reason: str | None = None
     invoke: int = 0
     sequence: int = 0
+    dropped: bool = False

@@ -40,6 +40,7 @@ class Outbox:
     def report(self, run: BlockRun) -> None:
         """Take what `run` has to say at the end of a step."""
         entries: list[tuple[str, str, Any]] = []
+        spent = run.saves.spent
         if run.error is None:
             try:
                 entries = [self._packed(entry) for entry in run.saves.collect()]
@@ -51,6 +52,7 @@ class Outbox:
             entries = []
         printed, warned = run.console.take()
         frame = Frame(run.key, run.step, entries, run.over, run.stopped, run.ended, failure, printed, warned)
+        frame.size = run.saves.spent - spent
         self._frames.append(frame)
 
     def flush(self) -> None:

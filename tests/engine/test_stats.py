@@ -33,7 +33,16 @@ async def test_each_run_is_counted_once_by_how_it_ended(model: VLLM) -> None:
     await model.generate(PROMPT, max_tokens=1)
 
     after = await drained(model)
-    assert set(after) == {*HELD, *COUNTED, "reports", "replays", "runner"}
+    assert set(after) == {
+        *HELD,
+        *COUNTED,
+        "dropped_steps",
+        "reports",
+        "replays",
+        "constants",
+        "constant_bytes",
+        "runner",
+    }
     grown = {name: after[name] - before[name] for name in COUNTED}
     assert (grown["started"], grown["finished"], grown["failed"], grown["cancelled"]) == (4, 2, 1, 1)
     assert grown["steps"] >= 5

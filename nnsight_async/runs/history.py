@@ -1,0 +1,71 @@
+"""What came of each step of a run, for those who read it step by step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from nnsight_async.errors import SlowConsumerError
+
+if TYPE_CHECKING:
+    from nnsight_async.runs.token import Token
+
+SlowConsumers = Literal["fail", "drop"]
+"""What becomes of a run whose consumer leaves too many values unread: it fails, or the oldest values are dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """The token of a step (None: after the last one) and what was saved in it, which took `size` bytes on its way.
+
+    One that was dropped has its token without the values, and `lost` is what to raise for it. A run and the group that
+    it is in share it.
+    """
+
+    token: Token | None
+    saves: dict[str, Any]
+    size: int = 0
+    read: bool = False
+    lost: SlowConsumerError | None = None
+
+    def drop(self, lost: SlowConsumerError | None) -> None:
+        self.lost = lost
+        self.saves = {}
+        if self.token is not None:
+            self.token = replace(self.token, saves={}, dropped=True)
+
+
+@dataclass(slots=True)
+class Buffer:
+    """The values of past steps that a run keeps for those who read them step by step, up to `limit` bytes.
+
+    What was saved in the newest step stays, whatever it takes.
+    """
+
+    limit: int = sys.maxsize
+    slow_consumers: SlowConsumers = "fail"
+    dropped: int = 0
+    _held: int = 0
+    _oldest: int = 0
+
+    def excess(self, steps: list[Step]) -> Iterator[Step]:
+        """`steps` has one more: the oldest whose values are to be dropped, one by one, until the others fit."""
+        self._held += steps[-1].size
+        while self._held > self.limit and self._oldest < len(steps) - 1:
+            step = steps[self._oldest]
+            self._oldest += 1
+            self._held -= step.size
+            if step.size:
+                yield step
+
+    def drop(self, step: Step) -> None:
+        self.dropped += 1
+        step.drop(self.error() if self.slow_consumers == "fail" else None)
+
+    def error(self) -> SlowConsumerError:
+        return SlowConsumerError(
+            f"more than max_buffered_bytes={self.limit:,} of saved values waited for the reader of a stream; read it "
+            'faster, save less, or build the model with a larger max_buffered_bytes or with slow_consumers="drop"'
+        )
