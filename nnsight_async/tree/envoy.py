@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nnsight_async.tree.manifest import Manifest
 
 ABSENT = object()
+ANOTHER_MODEL = "use the modules of the model that is traced; trace the other one by itself, and use its values here"
 
 
 class ItemError(LocationError, IndexError):
@@ -35,6 +36,7 @@ class Envoy:
     for every child. Inside a block any other attribute is the one of the real module.
     """
 
+    __block_advice__ = ANOTHER_MODEL
     _items: tuple[Self, ...] | None
 
     def __init__(self, manifest: Manifest, path: str = "") -> None:
@@ -266,3 +268,7 @@ class Envoy:
 
     def __block_reference__(self) -> tuple[str, ...]:
         return ("module", self._path)
+
+    @property
+    def __block_owner__(self) -> Manifest:
+        return self._manifest

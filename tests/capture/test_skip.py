@@ -312,6 +312,7 @@ def test_a_body_that_ran_after_all_is_an_error(trace: Any, untraced: None) -> No
         sys.settrace(None)
         yield
 
+    ran = 0
     with (
         pytest.raises(CaptureError, match=r"ran here instead of becoming a block.*Put the trace last"),
         trace(),
