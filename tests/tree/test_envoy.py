@@ -205,10 +205,20 @@ def test_a_refusal_of_the_block_arrives_as_it_was_raised(model: Envoy, in_block:
         in_block(lambda: model.lm_haed)
 
 
-@pytest.mark.parametrize("name", ["lm_head", "weight", "_path", "outputs"])
+@pytest.mark.parametrize("name", ["lm_head", "weight", "_path"])
 def test_nothing_else_can_be_set(model: Envoy, name: str) -> None:
-    with pytest.raises(AttributeError, match=r"cannot be set; \.output, \.input, \.inputs and the residual stream can"):
+    with pytest.raises(
+        AttributeError, match=r"cannot be set; output, input, inputs, resid_pre, resid_mid, resid_post can"
+    ):
         setattr(model, name, 1)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("outputs", "output"), ("outptu", "output"), ("resid_pots", "resid_post")])
+def test_a_slip_in_what_is_set_gets_the_nearest(model: Envoy, name: str, meant: str) -> None:
+    with pytest.raises(
+        AttributeError, match=rf"model\.lm_head\.{name} cannot be set; did you mean model\.lm_head\.{meant}\?"
+    ):
+        setattr(model.lm_head, name, 1)
 
 
 def test_a_subclass_is_inherited_by_the_children_and_may_add_writable_properties(manifest: Manifest) -> None:
