@@ -52,6 +52,15 @@ def tests(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *session.posargs, env=ENGINE_ENVIRONMENT)
 
 
+@nox.session(python=["3.12", "3.13"])
+def capture(session: nox.Session) -> None:
+    """The tests of `capture`, which needs no engine and no torch, on the other Pythons."""
+    tools = ["coverage>=7.6", "ipython>=8.20", "pytest>=8.3", "pytest-asyncio>=1.0"]
+    once(session, lambda: uv_install(session, "cloudpickle>=3.0", "greenlet>=3.1", *tools))
+    command = ["-m", "pytest", "tests/capture", "--confcutdir=tests/capture", *session.posargs]
+    session.run("python", *command, env={"PYTHONPATH": str(ROOT)})
+
+
 @nox.session
 def lint(session: nox.Session) -> None:
     """Style and formatting."""

@@ -184,7 +184,7 @@ class VLLM(ModelView):
 
     def run(self, prompt: Any, probe: Callable[[Any, Any], object], **sampling: Any) -> ProbeRun:
         """Run a prompt with the function `probe(model, tracer)` as its block; arguments as for `trace`."""
-        return ProbeRun(self, self._request(prompt, sampling, "run()"), from_function(probe))
+        return ProbeRun(self, self._request(prompt, sampling, "run()"), from_function(probe, self.owners()))
 
     def map(
         self,
@@ -204,7 +204,7 @@ class VLLM(ModelView):
         `progress` shows a bar, if this is a terminal. The error of a prompt ends the iteration, unless
         `return_errors` has it come as a result.
         """
-        asked, block = settings(sampling, "map()"), from_function(probe)
+        asked, block = settings(sampling, "map()"), from_function(probe, self.owners())
         return Map(
             self,
             prompts,
@@ -253,6 +253,10 @@ class VLLM(ModelView):
             revision=given.get("tokenizer_revision") or given.get("revision"),
             trust_remote_code=given.get("trust_remote_code", False),
         )
+
+    def owners(self) -> tuple[object, ...]:
+        """What the modules belong to that blocks on this model may use."""
+        return (self,) if self._root is None else (self, self._root.__block_owner__)
 
     def launch(self, job: Job) -> None:
         """Start a run or a group of them, building the engine first if need be."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from functools import partial
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -7,6 +8,7 @@ from nnsight_async.capture.bind import bind
 from nnsight_async.capture.block import Block
 from nnsight_async.capture.compile import template
 from nnsight_async.capture.diagnose import shipping_error
+from nnsight_async.capture.forgotten import warn
 from nnsight_async.capture.kept import refuse
 from nnsight_async.capture.load import VERSION, Body
 from nnsight_async.capture.scope import Scope
@@ -15,7 +17,7 @@ from nnsight_async.capture.skip import BodySkip, SkipSignal
 from nnsight_async.errors import CaptureError, ShippingError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 _MODULE_NAMES = ("__name__", "__package__")  # for imports, warnings and loggers in the body
 
@@ -31,11 +33,18 @@ class BodyCapture:
         try:
             self._template = template(frame)
             self._statement = self._template.statement
-            if self._template.kept:
-                refuse(self._template.kept, Scope(frame, self._statement).seen, self._statement.source)
+            self._check()
         except CaptureError as error:
             raise error.with_traceback(_at(frame)) from error.__cause__
         self._skip = BodySkip(frame, self._statement.stop)
+
+    def _check(self) -> None:
+        """What can be told of the body before it runs, and of the variables around it."""
+        found, statement = self._template, self._statement
+        if found.kept or found.forgotten:
+            scope = Scope(self._frame, statement)
+            refuse(found.kept, scope.seen, statement.source)
+            warn(found.forgotten, scope.seen, self._frame, statement.node.lineno)
 
     def skip(self, entered: object = None) -> None:
         """Arrange that the body does not run; the last thing that `__enter__` does, before it returns `entered`."""
@@ -60,8 +69,12 @@ class BodyCapture:
             )
         return False
 
-    def block(self) -> Block:
-        """The block, with the values that outer names have now; ShippingError names one that cannot travel."""
+    def block(self, owners: Collection[object] | None = None) -> Block:
+        """The block, with the values that outer names have now; ShippingError names one that cannot travel.
+
+        `owners` are the model that it will run on and the tracers that its code may use.
+        """
+        self._dump = partial(dumps, attributes=self._template.attributes, owners=owners)
         code = self._frame.f_code
         try:
             pickled = self._pickled(*self._values())
@@ -98,7 +111,7 @@ class BodyCapture:
         kept = dict(entries)
         for name in entries.keys() - certain.keys():
             try:
-                dumps(entries[name], self._template.attributes)
+                self._dump(entries[name])
             except Unshippable:
                 del kept[name]
         if len(kept) < len(entries):
@@ -108,7 +121,7 @@ class BodyCapture:
                 failure = other
         raise shipping_error(
             {**free, **certain},
-            self._template.attributes,
+            self._dump,
             self._frame.f_code.co_filename,
             self._template.lines,
             failure,
@@ -118,7 +131,7 @@ class BodyCapture:
         namespace = self._frame.f_globals
         names = {name: namespace[name] for name in _MODULE_NAMES if name in namespace}
         body = Body(self._template.code(tuple(entries)), {**names, **free}, tuple(entries.values()))
-        return dumps(tuple(body), self._template.attributes)
+        return self._dump(tuple(body))
 
 
 def _at(frame: FrameType) -> TracebackType:

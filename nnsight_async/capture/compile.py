@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from nnsight_async.capture.find import find
+from nnsight_async.capture.forgotten import Forgotten, forgotten
 from nnsight_async.capture.kept import Kept, kept_outside
 from nnsight_async.capture.live import read_first
 from nnsight_async.capture.rewrite import rewrite_saves
@@ -40,6 +41,7 @@ class Template:
     lines: dict[str, int]  # where each name is first used
     attributes: frozenset[str]
     kept: tuple[Kept, ...]
+    forgotten: tuple[Forgotten, ...]
     statement: Statement
     _body: list[ast.stmt]
     _codes: dict[tuple[str, ...], bytes] = field(default_factory=dict[tuple[str, ...], bytes])
@@ -82,6 +84,7 @@ def _template(statement: Statement) -> Template:
         lines=_first_uses(statement),
         attributes=attribute_names(code),
         kept=kept_outside(statement.node.body, certain, names),
+        forgotten=forgotten(statement, names),
         statement=statement,
         _body=body,
     )

@@ -11,12 +11,12 @@ from types import AsyncGeneratorType, CoroutineType, FrameType, FunctionType, Ge
 from typing import TYPE_CHECKING, Any
 
 from nnsight_async.capture.compile import attribute_names
-from nnsight_async.capture.ship import Unshippable, dumps
+from nnsight_async.capture.ship import Unshippable
 from nnsight_async.capture.userland import is_user_module
 from nnsight_async.errors import ShippingError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Semaphore)
 _ADVICE: tuple[tuple[tuple[type, ...], str], ...] = (
@@ -40,7 +40,7 @@ _BREADTH = 10_000
 
 def shipping_error(
     values: Mapping[str, object],
-    attributes: frozenset[str],
+    dump: Callable[[object], object],
     filename: str,
     lines: Mapping[str, int],
     fallback: Unshippable,
@@ -48,7 +48,7 @@ def shipping_error(
     """The error for the first of `values` that cannot be pickled alone."""
     for name, value in values.items():
         try:
-            dumps(value, attributes)
+            dump(value)
         except Unshippable as failure:
             return _error(name, value, failure, filename, lines.get(name))
     return _error("a value", None, fallback, filename, None)
@@ -73,7 +73,8 @@ def _kind(value: object) -> str:
 
 def _advice(culprit: object, path: str, *, nested: bool) -> str:
     general = "bind the part that the block needs to a name above the block, and use that name"
-    advice = next((advice for types, advice in _ADVICE if isinstance(culprit, types)), general)
+    given: Any = getattr(type(culprit), "__block_advice__", None)
+    advice = given or next((advice for types, advice in _ADVICE if isinstance(culprit, types)), general)
     if nested:
         advice += f"; or keep {path} out by binding only what the block needs to a name above it"
     return advice

@@ -31,6 +31,7 @@ class Statement:
     qualname: str
     flags: int  # of the `from __future__` imports in force
     stop: Stop
+    around: ast.AST  # the function, class or module that it is part of
     class_name: str | None  # the class whose private names (`__x`) the body can write
     local_names: frozenset[str]
     declared_global: frozenset[str]  # by a `global` statement of the function around it
@@ -60,6 +61,7 @@ def find(frame: FrameType) -> Statement:
         qualname=code.co_qualname,
         flags=future_flags(code),
         stop=stop_of(code, frame.f_lasti, positions, node),
+        around=around,
         class_name=next((item.name for item in reversed(path) if isinstance(item, ast.ClassDef)), None),
         local_names=frozenset((*code.co_varnames, *code.co_cellvars, *code.co_freevars)),
         declared_global=frozenset(_declared_global(around)),

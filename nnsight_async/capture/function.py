@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -17,8 +18,10 @@ from nnsight_async.errors import CaptureError
 Probe = Callable[[Any, Any], object]
 
 
-def from_function(probe: Probe) -> Block:
+def from_function(probe: Probe, owners: Collection[object] | None = None) -> Block:
     """A block from a function of (model, tracer), a method, a partial or a callable object.
+
+    `owners` are the model that it will run on and the tracers that its code may use.
 
     Raises `TypeError` if it cannot be called with two arguments, `CaptureError` if it is asynchronous or a generator,
     `ShippingError` if it uses a value that cannot travel.
@@ -33,7 +36,7 @@ def from_function(probe: Probe) -> Block:
     if function is not None:
         rewritten, names = recompiled(function, named=True)
         prepared = _around(probe, with_code(rewritten, rewritten.__code__))
-    pickled = _dumps(prepared, function)
+    pickled = _dumps(prepared, function, owners)
     return Block(
         payload=VERSION + pickled.payload,
         names=names,
@@ -100,15 +103,16 @@ def _check_arguments(probe: Probe) -> None:
         ) from None
 
 
-def _dumps(prepared: object, function: FunctionType | None) -> Pickled:
+def _dumps(prepared: object, function: FunctionType | None, owners: Collection[object] | None) -> Pickled:
     attributes = attribute_names(function.__code__) if function is not None else frozenset[str]()
+    dump = partial(dumps, attributes=attributes, owners=owners)
     try:
-        return dumps(prepared, attributes)
+        return dump(prepared)
     except Unshippable as failure:
         if function is None:
-            raise shipping_error({"probe": prepared}, attributes, "<unknown>", {}, failure) from failure.__cause__
+            raise shipping_error({"probe": prepared}, dump, "<unknown>", {}, failure) from failure.__cause__
         error = shipping_error(
-            _values(prepared, function), attributes, function.__code__.co_filename, _lines(function), failure
+            _values(prepared, function), dump, function.__code__.co_filename, _lines(function), failure
         )
         raise error from failure.__cause__
 

@@ -156,7 +156,7 @@ class _Flow(ast.NodeVisitor):
     def _visit_inner(self, body: list[ast.stmt] | list[ast.expr], own: set[str]) -> None:
         """A body that runs later, if at all; what it assigns is its own."""
         surely, maybe = self._surely, self._maybe
-        own = own | _assigned_in(body)
+        own = own | assigned_in(body)
         self._surely, self._maybe = surely | own, maybe | own
         self._deferred += 1
         self.visit_all(body)
@@ -198,7 +198,7 @@ def _all_arguments(arguments: ast.arguments) -> list[ast.arg]:
     return [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, *starred]
 
 
-def _assigned_in(body: Iterable[ast.AST]) -> set[str]:
+def assigned_in(body: Iterable[ast.AST]) -> set[str]:
     """Names that belong to the scope of `body`, found without its nested scopes."""
     names: set[str] = set()
     for node in body:
@@ -212,5 +212,5 @@ def _assigned_in(body: Iterable[ast.AST]) -> set[str]:
         elif isinstance(node, _COMPREHENSIONS):
             names |= {n.target.id for n in ast.walk(node) if isinstance(n, ast.NamedExpr)}
             continue
-        names |= _assigned_in(ast.iter_child_nodes(node))
+        names |= assigned_in(ast.iter_child_nodes(node))
     return names

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 _LOOPS = (ast.For, ast.While)
 
+_NESTED = (
+    "it is that of one request, and cannot start another; write `with model.trace() as tracer:` without a prompt, and "
+    "in its body, side by side, `with tracer.invoke(prompt):` for each"
+)
 _AWAIT = "await it above the block and use the value; the block itself runs in the worker, where no event loop runs"
 _YIELD = "collect the values in a list, save the list, and yield after the block"
 _RETURN = "put the rest of the block under an `if`, or end the request with tracer.stop(); return after the block"
@@ -78,6 +82,8 @@ class _Checker(ast.NodeVisitor):
 
     def _check_own_scope(self, node: ast.AST) -> None:
         match node:
+            case ast.AsyncWith(items) if any(map(_starts_a_run, items)):
+                self._refuse(node, "another trace", _NESTED)
             case ast.Await() | ast.AsyncFor() | ast.AsyncWith() | ast.comprehension(is_async=1):
                 self._refuse(node, "await", _AWAIT)
             case ast.Yield() | ast.YieldFrom():
@@ -99,3 +105,11 @@ class _Checker(ast.NodeVisitor):
             f"{self._source.filename}, line {line}: {what} cannot be part of a block: {instead}.\n"
             f"    {self._source.line(line)}"
         )
+
+
+def _starts_a_run(item: ast.withitem) -> bool:
+    match item.context_expr:
+        case ast.Call(ast.Attribute(attr="trace" | "invoke" | "generate" | "run")):
+            return True
+        case _:
+            return False

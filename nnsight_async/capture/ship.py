@@ -20,6 +20,7 @@ from nnsight_async.capture.userland import is_user_module
 from nnsight_async.errors import CaptureError
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from collections.abc import Set as AbstractSet
 
 _FILES = (io.TextIOWrapper, io.BufferedReader, io.BufferedWriter, io.BufferedRandom, io.FileIO)
@@ -43,22 +44,23 @@ class Pickled(NamedTuple):
     constants: tuple[Constant, ...]
 
 
-def dumps(value: object, attributes: AbstractSet[str]) -> Pickled:
+def dumps(value: object, attributes: AbstractSet[str], owners: Collection[object] | None = None) -> Pickled:
     """Pickle `value`; functions and classes of the user's own modules go by value, with their saves rewritten.
 
     Of a module of the user's that is itself a value, only what is named in `attributes`, or in a function that goes
-    too, is taken along. Raises `Unshippable`.
+    too, is taken along. What goes by name must belong to one of the `owners`, if they are given. Raises `Unshippable`.
     """
     known = set(attributes)
     while True:
-        pickler = _BlockPickler(known)
+        pickler = _BlockPickler(known, owners)
         payload = pickler.dumps(value)
         if not pickler.missed:
             return Pickled(payload, tuple(pickler.constants.values()))
 
 
 class _BlockPickler(cloudpickle.Pickler):
-    def __init__(self, attributes: set[str]) -> None:
+    def __init__(self, attributes: set[str], owners: Collection[object] | None) -> None:
+        self._owners = owners
         self._buffer = io.BytesIO()
         super().__init__(self._buffer, protocol=pickle.HIGHEST_PROTOCOL)
         self.constants: dict[bytes, Constant] = {}
@@ -83,6 +85,7 @@ class _BlockPickler(cloudpickle.Pickler):
         self._current = obj
         # here and not by persistent_id, which Python calls for every number of a long list too
         if hasattr(type(obj), "__block_reference__"):
+            self._check_owner(obj)
             return reference, tuple(obj.__block_reference__())
         if isinstance(obj, FunctionType):
             obj = self._prepared(obj)
@@ -101,6 +104,11 @@ class _BlockPickler(cloudpickle.Pickler):
         elif isinstance(obj, _REFUSED):
             return _reduce_stream(obj)
         return super().reducer_override(obj)
+
+    def _check_owner(self, obj: Any) -> None:
+        owner = getattr(obj, "__block_owner__", None)
+        if owner is not None and self._owners is not None and not any(owner is known for known in self._owners):
+            raise TypeError("it belongs to another model or trace")
 
     def _prepared(self, function: FunctionType) -> FunctionType:
         module = function.__module__

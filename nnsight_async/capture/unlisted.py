@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+MOST_LINES = 500
+"""How far back what was typed is looked for."""
+
 
 def unlisted_lines(code: CodeType, flags: int) -> list[str]:
-    """The lines that `code` was compiled from by `python -c`, or by a magic of IPython such as `%%time`; or none."""
-    texts = chain(_given_to_python(), _given_to_magics())
+    """The lines that `code` was compiled from: by `python -c`, at a prompt, or by a magic of IPython; or none."""
+    texts = chain(_given_to_python(), _typed(), _given_to_magics())
     found = next((text for text in texts if _makes(text, code, flags)), "")
     return found.splitlines(keepends=True)
 
@@ -30,6 +33,18 @@ def nested_codes(code: CodeType) -> Iterator[CodeType]:
 def _given_to_python() -> Iterator[str]:
     """What follows `-c`; from Python 3.13 on, `linecache` has it."""
     return (text for flag, text in pairwise(sys.orig_argv) if flag.startswith("-") and flag.endswith("c"))
+
+
+def _typed() -> Iterator[str]:
+    """Statements typed at Python's own prompt, the newest first; from Python 3.13 on, `linecache` has them."""
+    readline: Any = sys.modules.get("readline")
+    if readline is None or not hasattr(sys, "ps1"):
+        return
+    text, length = "", readline.get_current_history_length()
+    for number in range(length, max(length - MOST_LINES, 0), -1):
+        text = f"{readline.get_history_item(number)}\n{text}"
+        for statement in _parsed(text).body[:1]:
+            yield "".join(text.splitlines(keepends=True)[: statement.end_lineno])
 
 
 def _given_to_magics() -> Iterator[str]:
@@ -54,9 +69,9 @@ def _arguments(cell: str) -> Iterator[str]:
 def _makes(text: str, code: CodeType, flags: int) -> bool:
     """Whether `text`, all of it or (for `%%time`) all but a last expression, compiles to `code`."""
     body = _parsed(text).body
-    modules = (ast.Module(part, []) for part in (body, body[:-1]))
+    forms = ((ast.Module(body, []), "exec"), (ast.Module(body[:-1], []), "exec"), (ast.Interactive(body), "single"))
     try:
-        compiled = [compile(module, code.co_filename, "exec", flags, dont_inherit=True) for module in modules]
+        compiled = [compile(tree, code.co_filename, mode, flags, dont_inherit=True) for tree, mode in forms]
     except SyntaxError:  # another command of this shell
         return False
     return any(inner == code for module in compiled for inner in nested_codes(module))

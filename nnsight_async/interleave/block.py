@@ -91,7 +91,7 @@ class BlockRun:
         self.place: Location | None = None
         """The operation that this run has visited last in this step."""
         self.looks_inside = False
-        """Whether the block uses `.source`."""
+        """Whether the block uses `.source`, or what it took of one above."""
         self._timeout = timeout
         self._interleaver = interleaver
         self._greenlet = BlockGreenlet(self._main)
@@ -125,7 +125,7 @@ class BlockRun:
 
     def fail(self, error: BaseException) -> None:
         """End the block with `error`, which it is not given a chance to handle."""
-        self.stood = self._stands()
+        self.stood = self._stands() or self.stood
         self.kill()
         self.error = error
 
@@ -181,6 +181,7 @@ class BlockRun:
             sys.stdout = stdout
             interleaver.running = False
         if watchdog.abandoned():
+            self.stood = self._stands()
             self._greenlet = BlockGreenlet(self._main)
             return False
         return True

@@ -189,7 +189,7 @@ class Interleaver:
 
     def _begin(self, run: BlockRun, span: Span) -> None:
         if run.step < 0:
-            run.looks_inside = speaks_of_source(run.program)
+            run.looks_inside = run.looks_inside or speaks_of_source(run.program)
         if run.step < 0 and (span.position or span.rows < run.prompt_rows):
             run.fail(_split(run, span))
         run.position = span.position + span.replayed + span.rows

@@ -41,8 +41,8 @@ class _Tracked:
 class Saves:
     """The saves of one run.
 
-    A tensor is sent once, at the end of the step that saved it; a list or dict is followed from step to step, and only
-    what was added is sent.
+    A tensor is copied when it is saved, and sent once, at the end of the step; a list or dict is followed from step to
+    step, and only what was added is sent.
     """
 
     budget: int
@@ -58,11 +58,11 @@ class Saves:
         self._check_budget(self.spent + pending)
         self._pending = pending
         self._tracked.pop(name, None)
-        self._fresh[name] = value
+        self._fresh[name] = _snapshot(value)
 
     def would_replace(self, name: str, value: Any) -> bool:
         """Whether another value has been saved under `name` in this step."""
-        return name in self._fresh and self._fresh[name] is not value
+        return name in self._fresh and not _equal(self._fresh[name], value)
 
     def collect(self) -> list[Entry]:
         """Entries for all that was saved or added since the last call; `SaveBudgetError` past the budget."""
@@ -97,6 +97,19 @@ class Saves:
             self._tracked[name] = _Tracked(container, list(parts), _nests(parts))
             return Entry(name, "set", container.copy())
         return Entry(name, "set", value)
+
+
+def _snapshot(value: Any) -> Any:
+    """What a save keeps: the values as they are now. A list or dict is followed instead."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return tuple(map(_snapshot, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else value
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return one is other
 
 
 def _parts(container: list[Any] | dict[Any, Any]) -> list[Any]:

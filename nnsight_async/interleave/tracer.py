@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
 from itertools import count
 from operator import index
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
-from nnsight_async.errors import UnsupportedError
+from nnsight_async.errors import OutsideBlockError, UnsupportedError
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.block import BlockRun
@@ -24,6 +25,7 @@ FROM_ZERO = (
     "For the last step, save in every step of `tracer.iter[:]`: the final value of a name is what was saved last. For "
     "the last few, append to a saved list and take its end"
 )
+_NAMES = ("iter", "all", "stop", "save", "cache", "step", "invoke")
 
 
 class Tracer:
@@ -75,7 +77,11 @@ class Tracer:
     def __getattr__(self, name: str) -> NoReturn:
         if name in ("barrier", "backward", "scan"):
             raise UnsupportedError(f"tracer.{name} is not available on vLLM; TransformersModel has it")
-        raise AttributeError(f"a tracer inside a block has no {name!r}; it has iter, all, stop, save, cache and step")
+        if name in ("saves", "result", "stream", "cancel"):
+            raise OutsideBlockError(f"tracer.{name} is that of the whole run: use it after the block")
+        near = get_close_matches(name, _NAMES, 1, 0.7)
+        instead = f"did you mean tracer.{near[0]}?" if near else f"it has {', '.join(_NAMES)}"
+        raise AttributeError(f"a tracer inside a block has no {name!r}; {instead}")
 
 
 class Iterations:

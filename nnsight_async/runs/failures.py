@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -50,7 +51,7 @@ def pack(error: BaseException, note: str, stood: Sequence[Place] = ()) -> bytes:
         failure = _packed(error, LINKS)
     except Exception:  # code of the user's own class raised
         failure = _Failure(type(error).__qualname__, _text(error), [], [], None)
-    failure.notes.append(note)
+    failure.notes += [*_hints(error), note]
     failure.places = failure.places or [_Place(*place) for place in _users(stood)]
     return msgspec.msgpack.encode(failure)
 
@@ -102,6 +103,14 @@ def _raisable(failure: _Failure) -> BaseException:
 def _places(error: BaseException) -> list[Place]:
     frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
     return _users([(frame.filename, frame.lineno or 1, frame.name) for frame in frames])
+
+
+def _hints(error: BaseException) -> list[str]:
+    """What `value.sav()` may have meant, which PyTorch cannot know."""
+    name: object = error.name if type(error) is AttributeError else None
+    if name == "save":
+        return ["`.save()` is understood in the text of a block; where code has no text, write save(value)"]
+    return ["did you mean .save()?"] if isinstance(name, str) and get_close_matches(name, ["save"], 1, 0.7) else []
 
 
 def _users(places: Sequence[Place]) -> list[Place]:

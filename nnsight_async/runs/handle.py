@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 class Launcher(Protocol):
     """What starts runs: a model."""
+
+    def owners(self) -> Sequence[object]:
+        """What the modules belong to that blocks of these runs may use."""
+        ...
 
     def launch(self, job: Job) -> None: ...
     async def alaunch(self, job: Job) -> None: ...

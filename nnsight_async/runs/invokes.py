@@ -32,8 +32,9 @@ Asking = Callable[[Any, Mapping[str, Any]], "Request"]
 class InvokeTracer(Tracer):
     """What `with model.trace() as tracer` gives: its body runs as it stands, and each invoke in it is one request."""
 
-    def __init__(self, asynchronous: bool, asking: Asking) -> None:
+    def __init__(self, launcher: Launcher, asynchronous: bool, asking: Asking) -> None:
         super().__init__(asynchronous)
+        self.owners = launcher.owners
         self._asking = asking
         self._open = True
         self.captured: list[Invoke] = []
@@ -50,7 +51,7 @@ class InvokeTracer(Tracer):
             raise OutsideBlockError(
                 "tracer.invoke() belongs inside the `with model.trace() as tracer:`, which has ended"
             )
-        return Invoke(self._asking(prompt, sampling), self._asynchronous, self.captured)
+        return Invoke(self._asking(prompt, sampling), self._asynchronous, self)
 
     def close(self, error: BaseException | None) -> list[Invoke]:
         """The body has ended; the invokes to submit, which are none after an `error` of the body."""
@@ -65,11 +66,11 @@ class InvokeTracer(Tracer):
 class Invoke:
     """The context manager that `tracer.invoke` returns; it only takes the block, `with` and `async with` alike."""
 
-    def __init__(self, request: Request, asynchronous: bool, captured: list[Invoke]) -> None:
+    def __init__(self, request: Request, asynchronous: bool, outer: InvokeTracer) -> None:
         self.request = request
         self.tracer = Tracer(asynchronous)
         self.block: Block
-        self._captured = captured
+        self._outer = outer
         self._capture: BodyCapture
         self._body = Body()
 
@@ -83,10 +84,10 @@ class Invoke:
         if capture is None:
             return False
         with hidden(exc):
-            self.block = capture.block()
+            self.block = capture.block([*self._outer.owners(), self.tracer, self._outer])
         self._capture = capture
-        self.request.invoke = len(self._captured)
-        self._captured.append(self)
+        self.request.invoke = len(self._outer.captured)
+        self._outer.captured.append(self)
         return True
 
     def __aenter__(self) -> Ready[Tracer]:
@@ -109,11 +110,11 @@ class InvokeTrace:
         self._launcher = launcher
         self._asking = asking
         self._asynchronous = asynchronous
-        self._tracer = InvokeTracer(asynchronous, asking)
+        self._tracer = InvokeTracer(launcher, asynchronous, asking)
 
     def __enter__(self) -> InvokeTracer:
         check_blocking_allowed(self._asynchronous)
-        self._tracer = InvokeTracer(False, self._asking)
+        self._tracer = InvokeTracer(self._launcher, False, self._asking)
         return self._tracer
 
     def __exit__(
@@ -130,7 +131,7 @@ class InvokeTrace:
 
     async def __aenter__(self) -> InvokeTracer:
         check_awaiting_allowed(self._asynchronous)
-        self._tracer = InvokeTracer(True, self._asking)
+        self._tracer = InvokeTracer(self._launcher, True, self._asking)
         return self._tracer
 
     async def __aexit__(

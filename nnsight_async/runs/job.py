@@ -74,7 +74,11 @@ class Job(ABC):
         run = self.failed(name)
         if run is not None and run.error is not None:
             run.hear()
-            raise run.error.with_traceback(run.traceback)
+            run.error.__context__ = None  # that of an earlier time
+            try:
+                raise run.error.with_traceback(run.traceback)
+            finally:  # what the block was handling comes before what the caller is handling
+                run.error.__context__ = run.context or run.error.__context__
 
     @abstractmethod
     def warn(self) -> None:

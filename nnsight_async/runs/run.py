@@ -55,6 +55,7 @@ class Run(Job):
         self.output: Any = None
         self.error: BaseException | None = None
         self.traceback: TracebackType | None = None
+        self.context: BaseException | None = None
         self.values_final = False
         self._pending: deque[_Drawn] = deque()
         self._finished = False
@@ -103,7 +104,7 @@ class Run(Job):
         """End the run with `error`, which everyone who waits for it gets."""
         with self._lock:
             if not self.settled:
-                self.error, self.traceback = error, error.__traceback__
+                self.error, self.traceback, self.context = error, error.__traceback__, error.__context__
                 if not isinstance(error, (RunCancelledError, EngineClosedError)):  # which the caller has asked for
                     self._hearing.owe(self, error)
                 self._settle()

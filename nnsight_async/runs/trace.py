@@ -12,6 +12,7 @@ from nnsight_async.runs.body import Body, Ready, caller, check_awaiting_allowed,
 from nnsight_async.runs.group import planned
 from nnsight_async.runs.handle import Handle, Launcher, settle
 from nnsight_async.runs.saved import Saved
+from nnsight_async.tree.names import similar
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.tracer import Iterations
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 class Tracer(Handle):
     """What `with model.trace(...) as tracer` gives: inside the body it drives the block, after it, it is the run."""
+
+    __block_advice__ = (
+        "write `with ... as tracer:` and use that tracer; take a value of another trace from its tracer above the block"
+    )
 
     def __init__(self, asynchronous: bool) -> None:
         super().__init__()
@@ -54,8 +59,20 @@ class Tracer(Handle):
         """One of several prompts; only in a trace that was given no prompt."""
         raise ValueError(ONE_PROMPT)
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if hasattr(type(self), name):  # a property raised an AttributeError, which may be the block's: let it be seen
+            object.__getattribute__(self, name)
+        own = [other for other in dir(type(self)) if not other.startswith("_")]
+        near = similar(name, own)
+        instead = f"did you mean tracer.{near[0]}?" if near else f"it has {', '.join(own)}"
+        raise AttributeError(f"a tracer has no {name!r}; {instead}")
+
     def __block_reference__(self) -> tuple[str, ...]:
         return ("tracer",)
+
+    @property
+    def __block_owner__(self) -> object:
+        return self
 
 
 def _outside(what: str) -> OutsideBlockError:
@@ -88,7 +105,7 @@ class Trace:
         if capture is None:
             return False
         with hidden(exc):
-            block = capture.block()
+            block = capture.block([*self._launcher.owners(), self._tracer])
             run = planned(self._request, block)
             self._launcher.launch(run)
             self._tracer.attach(run)
@@ -108,7 +125,7 @@ class Trace:
         if capture is None:
             return False
         with hidden(exc):
-            block = capture.block()
+            block = capture.block([*self._launcher.owners(), self._tracer])
             run = planned(self._request, block)
             await self._launcher.alaunch(run)
             self._tracer.attach(run)

@@ -11,7 +11,7 @@ from nnsight_async.interleave.refusals import unreadable
 from nnsight_async.tree import residual
 from nnsight_async.tree.heads import Heads, heads_below
 from nnsight_async.tree.manifest import join
-from nnsight_async.tree.names import missing
+from nnsight_async.tree.names import missing, similar
 from nnsight_async.tree.render import as_html, as_text
 from nnsight_async.tree.source import Source
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from nnsight_async.tree.manifest import Manifest
 
 ABSENT = object()
+SETTABLE = ("output", "input", "inputs", "resid_pre", "resid_mid", "resid_post")
+ANOTHER_MODEL = "use the modules of the model that is traced; trace the other one by itself, and use its values here"
 
 
 class ItemError(LocationError, IndexError):
@@ -35,6 +37,7 @@ class Envoy:
     for every child. Inside a block any other attribute is the one of the real module.
     """
 
+    __block_advice__ = ANOTHER_MODEL
     _items: tuple[Self, ...] | None
 
     def __init__(self, manifest: Manifest, path: str = "") -> None:
@@ -199,8 +202,9 @@ class Envoy:
     def __setattr__(self, name: str, value: Any) -> None:
         declared = getattr(type(self), name, None)
         if not isinstance(declared, property) or declared.fset is None:
-            where = expression(self._path)
-            raise AttributeError(f"{where}.{name} cannot be set; .output, .input, .inputs and the residual stream can")
+            where, near = expression(self._path), similar(name, SETTABLE)
+            instead = f"did you mean {where}.{near[0]}?" if near else f"{', '.join(SETTABLE)} can"
+            raise AttributeError(f"{where}.{name} cannot be set; {instead}")
         object.__setattr__(self, name, value)
 
     @overload
@@ -266,3 +270,7 @@ class Envoy:
 
     def __block_reference__(self) -> tuple[str, ...]:
         return ("module", self._path)
+
+    @property
+    def __block_owner__(self) -> Manifest:
+        return self._manifest

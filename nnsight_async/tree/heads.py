@@ -21,8 +21,18 @@ class Heads:
     grouped-query attention). Changes in place land, and so do assignments.
     """
 
-    def __init__(self, path: str) -> None:
+    __slots__ = ("_manifest", "_path")
+
+    def __init__(self, manifest: Manifest, path: str) -> None:
+        self._manifest = manifest
         self._path = path
+
+    def __block_reference__(self) -> tuple[str, ...]:
+        return ("heads", self._path)
+
+    @property
+    def __block_owner__(self) -> object:
+        return self._manifest
 
     @property
     def output(self) -> Any:
@@ -80,6 +90,8 @@ class Heads:
 class Head:
     """One head: `output`, `q`, `k` and `v` are `[rows, head_size]`; k and v are those of its group."""
 
+    __slots__ = ("_heads", "_number")
+
     def __init__(self, heads: Heads, number: int) -> None:
         self._heads = heads
         self._number = number
@@ -123,4 +135,4 @@ def heads_below(manifest: Manifest, path: str) -> Heads:
     found = [other for other in inside if manifest.modules[other].cls == "Attention"]
     if len(found) != 1:
         raise LocationError(f"{expression(path)} holds {len(found)} attention layers, and so has no heads of its own")
-    return Heads(found[0])
+    return Heads(manifest, found[0])

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnsight_async.interleave.context import current
+from nnsight_async.errors import CaptureError, LocationError, OutsideBlockError
+from nnsight_async.interleave.context import current, running
 from nnsight_async.interleave.locations import LOGITS, SAMPLES
-from nnsight_async.tree.envoy import Envoy
+from nnsight_async.tree.envoy import ANOTHER_MODEL, Envoy
+from nnsight_async.tree.names import missing, similar
+
+_STARTING = frozenset({"trace", "run", "map", "generate"})
+_NESTED = (
+    "is that of one request and runs around its forward passes: start the other run before or after it, or write `with "
+    "model.trace() as tracer:` without a prompt, and in its body, side by side, `with tracer.invoke(prompt):` for each"
+)
+_OF_THE_CALLER = frozenset({"aclose", "close", "dispatch", "dispatched", "mode", "repo", "stats", "taps", "tokenizer"})
+_ABOVE = "bind what you need of it to a name above the block, such as `{0} = model.{0}`"
 
 
 class ModelView:
     """The root of a module tree. Modules are attributes, as on the model itself: `model.model.layers[3].mlp`."""
+
+    __block_advice__ = ANOTHER_MODEL
 
     def __init__(self, root: Envoy) -> None:
         self.__dict__["_root"] = root
@@ -41,12 +53,31 @@ class ModelView:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in _STARTING and running() is not None:
+            raise CaptureError(f"model.{name} cannot be used in a block, which {_NESTED}")
+        if name in _OF_THE_CALLER and running() is not None:
+            raise OutsideBlockError(f"model.{name} is not in the worker, where the block runs: {_ABOVE.format(name)}")
         if hasattr(type(self), name):  # a property raised an AttributeError of its own: let it be seen
             return object.__getattribute__(self, name)
-        found = getattr(self.tree, name)
+        try:
+            found = getattr(self.tree, name)
+        except LocationError as error:
+            if type(error) is not LocationError:  # a module that is there
+                raise
+            raise LocationError(missing(self.tree.__block_owner__, "", name, self._own())) from None
         if isinstance(found, Envoy):
             self.__dict__[name] = found
         return found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if running() is not None and name not in ("logits", "samples"):
+            near = similar(name, ("logits", "samples"))
+            instead = f"did you mean model.{near[0]}?" if near else "model.logits and model.samples can"
+            raise AttributeError(f"model.{name} cannot be set in a block; {instead}")
+        object.__setattr__(self, name, value)
+
+    def _own(self) -> list[str]:
+        return [name for name in dir(type(self)) if not name.startswith("_")]
 
     def __repr__(self) -> str:
         return repr(self.tree)
@@ -59,3 +90,7 @@ class ModelView:
 
     def __block_reference__(self) -> tuple[str, ...]:
         return ("model",)
+
+    @property
+    def __block_owner__(self) -> object:
+        return self

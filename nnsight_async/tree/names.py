@@ -10,20 +10,32 @@ from nnsight_async.interleave.locations import expression
 from nnsight_async.tree.manifest import join
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from nnsight_async.tree.manifest import Manifest
 
 ITEM = re.compile(r"(?<=\.)\d+(?=\.|$)")
 SUGGESTIONS = 3
+PASSED = ("output", "input", "inputs", "source", "skip", "heads", "resid_pre", "resid_mid", "resid_post")
+"""What every module has beside its children."""
 
 
-def nearest(manifest: Manifest, path: str, name: str) -> list[str]:
-    """Up to three paths that `name`, asked of the module at `path`, may have meant: children first, then any path."""
-    found = difflib.get_close_matches(name, manifest.modules[path].children, SUGGESTIONS)
-    if found:
-        return [join(path, child) for child in found]
-    return list(dict.fromkeys(_elsewhere(manifest, path, name)))[:SUGGESTIONS]
+def nearest(manifest: Manifest, path: str, name: str, others: Sequence[str] = PASSED) -> list[str]:
+    """What `name`, asked of the module at `path`, may have meant: a child, one of `others`, a parameter, any path."""
+    info = manifest.modules[path]
+    here = expression(path)
+    named = {child: expression(join(path, child)) for child in info.children}
+    attributes = {other: f"{here}.{other}" for other in (*others, *(part.name for part in info.parameters))}
+    close = [*difflib.get_close_matches(name, named, SUGGESTIONS), *similar(name, attributes)]
+    if close:
+        ranked = difflib.get_close_matches(name, close, SUGGESTIONS)
+        return [({**attributes, **named})[other] for other in ranked]
+    return list(dict.fromkeys(map(expression, _elsewhere(manifest, path, name))))[:SUGGESTIONS]
+
+
+def similar(name: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that `name` may be a slip for."""
+    return difflib.get_close_matches(name, list(names), SUGGESTIONS, 0.75)
 
 
 def _elsewhere(manifest: Manifest, path: str, name: str) -> Iterator[str]:
@@ -46,11 +58,13 @@ def _folded(paths: Iterable[str]) -> list[str]:
     return list(first.values())
 
 
-def missing(manifest: Manifest, path: str, name: str) -> str:
+def missing(manifest: Manifest, path: str, name: str, others: Sequence[str] = PASSED) -> str:
     """The message for a `name` that the module at `path` does not have."""
+    if any(name == part.name for part in manifest.modules[path].parameters):
+        return f"{expression(path)}.{name} is a parameter of the real module: it can be read inside a block"
     here = f"{expression(path)} ({manifest.modules[path].cls}) has no {name!r}"
-    near = nearest(manifest, path, name)
+    near = nearest(manifest, path, name, others)
     if near:
-        return f"{here}; did you mean {' or '.join(expression(other) for other in near)}?"
+        return f"{here}; did you mean {' or '.join(near)}?"
     children = ", ".join(manifest.modules[path].children)
     return f"{here}; it has {children}" if children else f"{here}; it has no children"

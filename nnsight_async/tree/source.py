@@ -4,13 +4,14 @@
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from nnsight_async.errors import LocationError, UnreadableError
 from nnsight_async.interleave.context import current
 from nnsight_async.interleave.locations import Location
 from nnsight_async.interleave.refusals import missing, unreadable
 from nnsight_async.tree.listed import as_html, as_text, open_text
+from nnsight_async.tree.names import similar
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -81,6 +82,10 @@ class Source:
     def __block_reference__(self) -> tuple[str, ...]:
         return ("source", self._path, self._operation)
 
+    @property
+    def __block_owner__(self) -> object:
+        return self._manifest
+
     def _written(self) -> str:
         return str(Location(self._path, "output", self._operation)).removesuffix(".output") + ".source"
 
@@ -88,7 +93,7 @@ class Source:
 class Operation:
     """One call inside a forward: what goes into it and what comes out, and the operations of the function it calls."""
 
-    __slots__ = ("_info", "_name", "_operation", "_owner")
+    __slots__ = ("_failed", "_info", "_name", "_operation", "_owner")
 
     def __init__(self, owner: Source, name: str, info: OperationInfo | None) -> None:
         within = owner._operation
@@ -96,11 +101,22 @@ class Operation:
         self._name = name
         self._info = info
         self._operation = f"{within}/{name}" if within else name
+        self._failed: AttributeError | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") or hasattr(type(self), name):
+            # Python answers an AttributeError of a property by coming here
+            failed, self._failed = self._failed, None
+            raise failed or AttributeError(name)
+        near = similar(name, ("output", "input", "inputs", "source"))
+        here = f"{self._owner._written()}.{self._name}"
+        instead = f"did you mean {here}.{near[0]}?" if near else "it has output, input, inputs and source"
+        raise LocationError(f"{here} has no {name!r}; {instead}")
 
     @property
     def output(self) -> Any:
         """What the call returned for this run, a private copy; assign to replace it, or change it in place."""
-        return current().read(self._at("output"))
+        return self._read("output")
 
     @output.setter
     def output(self, value: Any) -> None:
@@ -109,7 +125,7 @@ class Operation:
     @property
     def input(self) -> Any:
         """The first argument of the call; assign to replace it, or change it in place."""
-        return current().read(self._at("input"))
+        return self._read("input")
 
     @input.setter  # noqa: A003  what every module calls it
     def input(self, value: Any) -> None:
@@ -118,7 +134,7 @@ class Operation:
     @property
     def inputs(self) -> Any:
         """All arguments of the call: `(args, kwargs)`; assign to replace them, or change tensors in place."""
-        return current().read(self._at("inputs"))
+        return self._read("inputs")
 
     @inputs.setter
     def inputs(self, value: Any) -> None:
@@ -129,9 +145,17 @@ class Operation:
         """The operations inside the Python function that is called here; `UnreadableError` if it is none."""
         owner, info = self._owner, self._info
         if info is not None and info.reason is not None:
-            raise UnreadableError(unreadable(f"{owner._written()}.{self._name}.source", info.reason))
+            self._failed = UnreadableError(unreadable(f"{owner._written()}.{self._name}.source", info.reason))
+            raise self._failed
         key = None if info is None else info.inside
         return Source(owner._manifest, owner._path, self._operation, key, owner._refusal)
+
+    def _read(self, kind: Any) -> Any:
+        try:
+            return current().read(self._at(kind))
+        except AttributeError as error:
+            self._failed = error
+            raise
 
     def _at(self, kind: Any) -> Location:
         owner = self._owner
@@ -145,3 +169,7 @@ class Operation:
 
     def __block_reference__(self) -> tuple[str, ...]:
         return ("operation", self._owner._path, self._operation)
+
+    @property
+    def __block_owner__(self) -> object:
+        return self._owner._manifest

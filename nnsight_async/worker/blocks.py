@@ -139,9 +139,13 @@ class Blocks:
                 return run.tracer
             case ("module", path):
                 return envoy_at(self.interleaver.model.tree, path)
+            case ("heads", path):
+                return envoy_at(self.interleaver.model.tree, path).heads
             case ("source", path, operation):
+                run.looks_inside = True
                 return _source_at(envoy_at(self.interleaver.model.tree, path), operation)
             case ("operation", path, operation):
+                run.looks_inside = True
                 outer, _, name = operation.rpartition("/")
                 return _source_at(envoy_at(self.interleaver.model.tree, path), outer)[name]
             case _:

@@ -14,6 +14,8 @@ REFUSED = {
     "await": ("x = await something", "x = await something", "above the block"),
     "async for": ("async for x in y:\n    pass", "async for x in y:", "above the block"),
     "async with": ("async with y:\n    pass", "async with y:", "above the block"),
+    "a trace": ("async with model.trace(y):\n    pass", "async with model.trace(y):", "tracer.invoke(prompt)"),
+    "an invoke": ("async with tracer.invoke(y):\n    pass", "async with tracer.invoke(y):", "side by side"),
     "async comprehension": ("x = [i async for i in y]", "x = [i async for i in y]", "above the block"),
     "break": ("if x:\n    break", "break", "under an `if`"),
     "continue": ("if x:\n    continue", "continue", "under an `if`"),

@@ -21,6 +21,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from nnsight_async.capture.function import from_function
 from nnsight_async.capture.load import load
 from nnsight_async.errors import ShippingError
 
@@ -262,6 +263,33 @@ def locking() -> None:
 def test_a_lock_that_a_helper_uses_is_named(trace: Any) -> None:
     with pytest.raises(ShippingError, match=r"'locking', a function \(LOCK in locking is a lock\)"), trace():
         locking()
+
+
+class Owned:
+    __block_advice__ = "use that of this model"
+
+    def __init__(self, owner: object) -> None:
+        self.__block_owner__ = owner
+
+    def __block_reference__(self) -> tuple[str, ...]:
+        return ("model",)
+
+
+@pytest.mark.parametrize("wrap", [lambda v: v, lambda v: {"deep": [v]}], ids=["bare", "nested"])
+def test_what_belongs_to_another_model_is_named(wrap: Any) -> None:
+    ours, theirs = object(), object()
+    mine, other = wrap(Owned(ours)), wrap(Owned(theirs))
+
+    def uses_mine(model: Any, tracer: Any) -> object:
+        return mine
+
+    def uses_both(model: Any, tracer: Any) -> object:
+        return mine, other
+
+    assert from_function(uses_mine, [ours]).payload
+    with pytest.raises(ShippingError, match=r"'other'.*belongs to another model or trace(.|\n)*use that of this model"):
+        from_function(uses_both, [ours])
+    assert from_function(uses_both, [ours, theirs]).payload
 
 
 def test_the_cause_is_kept(trace: Any) -> None:

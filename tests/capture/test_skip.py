@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
+import os
+import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -207,6 +211,92 @@ def test_a_debugger_keeps_its_hold_on_the_frame(trace: Any, untraced: None) -> N
     assert stops[-1] == 14
 
 
+PROGRAM = """
+import sys
+from nnsight_async.capture.body import BodyCapture
+class T:
+    def __enter__(self):
+        self.c = BodyCapture(sys._getframe(1))
+        self.c.skip()
+    def __exit__(self, *error):
+        left = self.c.leave(*error)
+        self.c.bind({"x": 7})
+        return left
+def run():
+    before = 1
+    with T():
+        print("ran")
+        x = before + 1
+    after = x + before
+    return after
+print("result", run())
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def line_of(text: str) -> int:
+    return next(number for number, line in enumerate(PROGRAM.splitlines(), 1) if line.strip() == text)
+
+
+@pytest.mark.parametrize(
+    ("commands", "stops"),
+    [
+        (["b {before}", "c", "n", "n"], ["before = 1", "with T():", "after = x + before"]),
+        (["b {before}", "c", "until {after}"], ["before = 1", "after = x + before"]),
+        (["b {after}", "c"], ["after = x + before"]),
+        (["b {body}", "b {after}", "c"], ["after = x + before"]),
+    ],
+    ids=["next", "until", "a breakpoint after it", "a breakpoint in the body"],
+)
+def test_pdb(commands: list[str], stops: list[str], program: Path) -> None:
+    lines = {"before": line_of("before = 1"), "after": line_of("after = x + before"), "body": line_of("x = before + 1")}
+    given = [command.format(**lines) for command in (*commands, "p ('x', x)", "c", "q")]
+    command = [sys.executable, "-m", "pdb", str(program)]
+    text = subprocess.run(command, input="\n".join(given), capture_output=True, text=True, check=False).stdout
+
+    assert "ran" not in text.split()
+    assert "('x', 7)" in text
+    assert "result 8" in text
+    shown = [line.removeprefix("-> ") for line in text.splitlines() if line.startswith("-> ")]
+    places = [place for place in shown if place in stops]
+    assert places == stops
+
+
+@pytest.mark.parametrize("options", [["-m", "cProfile"], ["-m", "trace", "--count", "-C", "."], ["-X", "dev"]])
+def test_a_program_under_a_tool(options: list[str], program: Path) -> None:
+    command = [sys.executable, *options, str(program)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=program.parent)
+
+    assert "result 8" in result.stdout
+    assert "ran" not in result.stdout.split()
+
+
+CORES = ["ctrace", "pytrace", *(["sysmon"] if sys.version_info >= (3, 12) else [])]
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_coverage_of_a_program(core: str, program: Path) -> None:
+    environment = {**os.environ, "COVERAGE_CORE": core, "COVERAGE_FILE": str(program.parent / "data")}
+    for command in (["run", f"--include={program}", str(program)], ["json", "-o", "report.json"]):
+        subprocess.run(
+            [sys.executable, "-m", "coverage", *command],
+            env=environment,
+            cwd=program.parent,
+            capture_output=True,
+            check=True,
+        )
+    (measured,) = json.loads((program.parent / "report.json").read_text())["files"].values()
+
+    users = [line for line in measured["missing_lines"] if line >= line_of("def run():")]
+    assert users == [line_of('print("ran")'), line_of("x = before + 1")]
+
+
 def test_the_trace_function_of_coverage(trace: Any, untraced: None, tmp_path: Any) -> None:
     import coverage
 
@@ -312,6 +402,7 @@ def test_a_body_that_ran_after_all_is_an_error(trace: Any, untraced: None) -> No
         sys.settrace(None)
         yield
 
+    ran = 0
     with (
         pytest.raises(CaptureError, match=r"ran here instead of becoming a block.*Put the trace last"),
         trace(),

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,78 @@ def test_a_magic_that_changes_the_text(shell: Any) -> None:
 
     with pytest.raises(CaptureError, match=r"<magic-timeit>.*cannot be had"):
         shell.run_cell("%%timeit -n1 -r1\n" + BLOCK, store_history=True).raise_error()
+
+
+TYPED = """import sys
+from nnsight_async.capture.body import BodyCapture
+class T:
+    def __enter__(self):
+        self.c = BodyCapture(sys._getframe(1))
+        self.c.skip()
+    def __exit__(self, *e):
+        return self.c.leave(*e)
+
+t = T()
+with t:
+    print('r' + 'an')
+    x = (1).save()
+
+print('names', t.c.block().names)
+def f():
+    with t: y = (1).save()
+
+y = 0
+f()
+print('names', t.c.block().names)
+exit()
+"""
+
+
+def test_pythons_own_prompt(tmp_path: Path) -> None:
+    """At a terminal, in the plain form of the prompt, which Python 3.13 still has for simple terminals."""
+    import pty
+
+    environment = {**os.environ, "PYTHON_BASIC_REPL": "1", "PYTHON_HISTORY": str(tmp_path / "history"), "TERM": "dumb"}
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-q"]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as prompt:
+        os.close(theirs)
+        os.write(ours, TYPED.encode())
+        prompt.wait(timeout=60)
+        shown = os.read(ours, 1 << 16).decode()
+        os.close(ours)
+
+    assert [line.strip() for line in shown.splitlines() if line.startswith("names")] == ["names ('x',)", "names ('y',)"]
+    assert "ran\r\n" not in shown
+    assert "Error" not in shown
+
+
+def test_a_program_on_standard_input_names_the_function_form() -> None:
+    result = subprocess.run([sys.executable, "-"], input=SCRIPT, capture_output=True, text=True, check=False)
+
+    assert "def probe(model, tracer)" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_module_in_a_zip_file(tmp_path: Path, trace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(tmp_path / "lib.zip", "w") as archive:
+        archive.writestr("zipped_program.py", PROGRAM)
+    monkeypatch.syspath_prepend(str(tmp_path / "lib.zip"))
+    module = importlib.import_module("zipped_program")
+
+    assert module.run(trace) == 2
+
+
+def test_a_file_with_an_encoding_of_its_own(tmp_path: Path, trace: Any) -> None:
+    path = tmp_path / "latin.py"
+    text = "# -*- coding: latin-1 -*-\n" + PROGRAM.replace("before + 1", "len('\xe4\xf6') + before")
+    path.write_bytes(text.encode("latin-1"))
+
+    assert load_module(path).run(trace) == 3
+
+
+def test_a_file_with_tabs_carriage_returns_and_no_newline_at_its_end(tmp_path: Path, trace: Any) -> None:
+    path = tmp_path / "program.py"
+    path.write_bytes(PROGRAM.strip().replace("    ", "\t").replace("\n", "\r\n").encode())
+
+    assert load_module(path).run(trace) == 2

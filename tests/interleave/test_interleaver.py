@@ -16,8 +16,10 @@ from nnsight_async.errors import (
     GenerationEndedError,
     NotComputedError,
     OutOfOrderError,
+    OutsideBlockError,
     SaveError,
     ShapeError,
+    UnsupportedError,
 )
 from nnsight_async.interleave.console import keep_warnings
 from nnsight_async.interleave.context import current, save
@@ -386,6 +388,25 @@ def test_a_save_that_replaces_another_of_its_step_under_no_name_warns_at_its_lin
     assert (category, filename) == ("builtins.UserWarning", __file__)
     assert linecache.getline(filename, line).strip() == "t.save(kept + 1)  # another"
     assert "bound to no name, and replaces" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("itre", AttributeError, r"has no 'itre'; did you mean tracer\.iter\?"),
+        ("saev", AttributeError, r"did you mean tracer\.save\?"),
+        ("xyzzy", AttributeError, "it has iter, all, stop, save, cache, step, invoke"),
+        ("result", OutsideBlockError, r"tracer\.result is that of the whole run: use it after the block"),
+        ("saves", OutsideBlockError, "use it after the block"),
+        ("scan", UnsupportedError, "TransformersModel"),
+    ],
+)
+def test_wrong_names_of_the_tracer(name, kind, words):
+    bench = Bench()
+    run = bench.add(1, lambda m, t: getattr(t, name), 1)
+    bench.step({1: rows(1, 1)})
+    with pytest.raises(kind, match=words):
+        raise run.error
 
 
 def test_a_view_of_an_input_is_edited_for_everyone_who_holds_the_tensor():

@@ -18,6 +18,19 @@ def test_a_value_is_sent_once():
     assert collected(saves) == []
 
 
+def test_what_is_done_to_a_tensor_after_its_save_is_not_saved():
+    saves, value = Saves(1000), torch.zeros(2)
+    pair = (torch.zeros(1), value)
+    saves.add("value", value)
+    saves.add("view", value[1:])
+    saves.add("pair", pair)
+    value += 100
+    sent = {name: sent for name, _, sent in collected(saves)}
+    assert torch.equal(sent["value"], torch.zeros(2))
+    assert torch.equal(sent["view"], torch.zeros(1))
+    assert torch.equal(sent["pair"][1], torch.zeros(2))
+
+
 def test_of_a_list_only_what_was_appended_is_sent():
     saves, values = Saves(1000), [1]
     saves.add("x", values)

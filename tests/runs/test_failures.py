@@ -142,6 +142,26 @@ def save_nowhere() -> None:
     save(1)
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("sav", "did you mean .save()?"),
+        ("saves", "did you mean .save()?"),
+        ("save", "`.save()` is understood in the text of a block; where code has no text, write save(value)"),
+    ],
+)
+def test_a_slip_for_save_gets_a_hint(name, hint):
+    import torch
+
+    error = called(lambda: getattr(torch.zeros(1), name)())
+    assert failures.unpack(failures.pack(error, "a note")).__notes__ == [hint, "a note"]
+
+
+def test_other_slips_get_none():
+    error = called(lambda: "text".stirp())  # type: ignore[attr-defined]
+    assert failures.unpack(failures.pack(error, "a note")).__notes__ == ["a note"]
+
+
 def test_one_that_was_not_raised_in_the_block_ends_where_the_block_stood():
     ours = str(ROOT / "nnsight_async/interleave/block.py")
     stood = [(ours, 1, "_main"), (__file__, 3, "block"), (__file__, 5, "helper"), (ours, 2, "read")]

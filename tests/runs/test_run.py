@@ -199,3 +199,29 @@ def test_what_was_sent_is_not_held_with_the_values() -> None:
 
     assert run.block == block("x")
     assert gone() is None
+
+
+def test_an_error_brings_what_the_block_was_handling_and_not_what_the_caller_is(run):
+    error = ValueError("the block's")
+    error.__context__ = KeyError("handled in the block")
+    run.fail(error)
+    for _ in range(2):
+        try:
+            raise OSError("handled by the caller")
+        except OSError:
+            with pytest.raises(ValueError, match="the block's") as caught:
+                run.outcome()
+        assert isinstance(caught.value.__context__, KeyError)
+
+
+def test_what_a_caller_was_handling_once_is_not_part_of_the_error_later(run):
+    run.fail(ValueError("the block's"))
+    try:
+        raise OSError("handled by the caller")
+    except OSError:
+        with pytest.raises(ValueError, match="the block's") as caught:
+            run.outcome()
+    assert isinstance(caught.value.__context__, OSError)
+    with pytest.raises(ValueError, match="the block's") as caught:
+        run.outcome()
+    assert caught.value.__context__ is None

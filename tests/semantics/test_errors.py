@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import operator
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from typing import Any
@@ -168,6 +170,16 @@ def misuses_torch(model: Any, tracer: Any) -> None:
     torch.nn.functional.interpolate(model.logits, 3)
 
 
+def changes_a_weight(model: Any, tracer: Any) -> None:
+    model.model.norm.weight[:] = 0
+
+
+def goes_on(model: Any, tracer: Any) -> None:
+    while True:
+        with contextlib.suppress(BaseException):
+            time.sleep(30)
+
+
 def catches_everything(model: Any, tracer: Any) -> None:
     model.logits
     for _ in range(3):
@@ -259,6 +271,8 @@ def test_a_fault_in_sync_form(model, expected, probe, kind, words):
         (shrinks, "def shrinks(model: Any, tracer: Any) -> None:"),
         (shrinks_and_goes_on, "model.logits"),
         (switches_modes, "model.logits"),
+        (changes_a_weight, "model.model.norm.weight[:] = 0"),
+        (goes_on, "time.sleep(30)"),
         (misuses_torch, "torch.nn.functional.interpolate(model.logits, 3)"),
         (reads_backwards, "model.model.layers[1].output"),
         (reads_too_long, "model.logits"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 
 import pytest
 import torch
@@ -192,3 +193,171 @@ def test_what_is_written_instead_of_steps_from_the_end(model):
     ids = list(tracer.result.outputs[0].token_ids)
     assert int(last) == ids[-1]
     assert [int(drawn) for drawn in every[-2:]] == ids[-2:]
+
+
+def test_comprehensions_that_read(model, hf):
+    """Each has a scope of its own, which sees the block's names."""
+    layers = model.model.layers
+    with model.trace(PROMPT, max_tokens=1, temperature=0.0):
+        scale, layer = 2.0, "mine"
+        by_number = {n: layers[n].resid_post[-1] * scale for n in range(2)}
+        means = save([float(layer.resid_post.mean()) for layer in layers[2:]])
+        kept = save([by_number[n] for n in by_number if n])
+        layer.save()
+        last = save([n for n in (number for number in range(4)) if n > 2])
+    streams = generation(hf, PROMPT, 1).streams
+    assert means == pytest.approx([float(stream.mean()) for stream in streams[2:]], rel=1e-3, abs=1e-5)
+    torch.testing.assert_close(kept[0], streams[1][-1] * 2.0, **CLOSE)
+    assert (layer, last) == ("mine", [3])
+
+
+def test_a_generator_that_reads_when_it_is_asked(model, hf):
+    def streams(layers):
+        for layer in layers:
+            yield layer.resid_post
+
+    with model.trace(PROMPT, max_tokens=1, temperature=0.0):
+        read = streams(model.model.layers)
+        first = next(read).save()
+        rest = save([float(stream.sum()) for stream in read])
+    expected = generation(hf, PROMPT, 1).streams
+    torch.testing.assert_close(first, expected[0], **CLOSE)
+    assert rest == pytest.approx([float(stream.sum()) for stream in expected[1:]], rel=1e-3, abs=1e-2)
+
+
+def test_nested_functions_share_the_names_of_the_function_around_them(model, hf):
+    with model.trace(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True) as tracer:
+
+        def counter():
+            seen = []
+
+            def see(number):
+                nonlocal seen
+                seen = [*seen, number]
+                return list(seen)
+
+            return see
+
+        see = counter()
+        for _ in tracer.iter[:]:
+            ids = save(see(int(model.samples)))
+    assert ids == generation(hf, PROMPT, 3).ids
+
+
+def test_an_early_return_of_a_probe_leaves_the_generation_alone(model, hf):
+    def probe(model, tracer):
+        for step in tracer.iter[:]:
+            logits = model.logits.save()
+            if step == 1:
+                return
+        never = save(True)
+
+    output = model.run(PROMPT, probe, max_tokens=4, temperature=0.0, ignore_eos=True).result()
+    expected = generation(hf, PROMPT, 4)
+    assert list(output.outputs[0].token_ids) == expected.ids
+    assert list(output.saves) == ["logits"]
+    torch.testing.assert_close(output.saves["logits"][0], expected.logits[1], **CLOSE)
+
+
+def test_a_read_that_fails_and_is_handled_leaves_the_rest_of_the_block(model, hf):
+    expected = generation(hf, PROMPT, 2)
+    with model.trace(PROMPT, max_tokens=2, temperature=0.0, ignore_eos=True) as tracer:
+        words, order = save([]), save([])
+        for step in tracer.iter[:]:
+            try:
+                model.model.layers[1].resid_post
+                model.model.layers[0].output
+            except OutOfOrderError as error:
+                words.append(type(error).__name__)
+                stream = model.model.layers[2].resid_post.save()
+            else:
+                order.append("else")
+            finally:
+                order.append(step)
+            try:
+                model.model.layers[3].no_such
+            except AttributeError as error:
+                words.append(type(error).__name__)
+            logits = model.logits.save()
+    assert (words, order) == (["OutOfOrderError", "LocationError"] * 2, [0, 1])
+    torch.testing.assert_close(stream, expected.streams[2][-1:], **CLOSE)
+    torch.testing.assert_close(logits[0], expected.logits[1], **CLOSE)
+
+
+def test_what_is_raised_while_an_error_is_handled_brings_that_along(model):
+    with pytest.raises(KeyError, match="instead") as caught, model.trace(PROMPT, max_tokens=1):  # noqa: PT012
+        try:
+            model.model.layers[1].output
+            model.model.layers[0].output
+        except OutOfOrderError:
+            raise KeyError("instead")  # noqa: B904
+    assert isinstance(caught.value.__context__, OutOfOrderError)
+
+
+def test_finally_and_context_managers_end_with_the_request(model, capsys):
+    """A block that is stopped is unwound like any function."""
+    with model.trace(PROMPT, max_tokens=50, temperature=0.0, ignore_eos=True) as tracer:
+        left = save([])
+
+        class Scope:
+            def __enter__(self):
+                return "inside"
+
+            def __exit__(self, *error):
+                left.append(error[0] is None)
+
+        with Scope() as where:
+            try:
+                for step in tracer.iter[:]:
+                    if step == 1:
+                        tracer.stop()
+            finally:
+                print(where, step)
+    assert capsys.readouterr().out == "inside 1\n"
+    assert left == [False]
+    assert len(tracer.result.outputs[0].token_ids) == 2
+
+
+def test_loops_that_a_value_ends(model, hf):
+    expected = generation(hf, PROMPT, 1)
+    with model.trace(PROMPT, max_tokens=1, temperature=0.0):
+        sums, count = [], 0
+        while True:
+            sums.append(float(model.model.layers[count].resid_post[-1].norm()))
+            count += 1
+            if count == 4 or sums[-1] > 1e9:
+                break
+        else:
+            count = -1
+        norms = save(list(sums))
+        match model.logits.shape:
+            case (1, vocabulary):
+                width = save(vocabulary)
+            case _:
+                width = save(0)
+        largest = save(max(norms))
+    assert norms == pytest.approx([float(stream[-1].norm()) for stream in expected.streams], rel=1e-3)
+    assert (width, largest) == (expected.logits.shape[1], max(norms))
+
+
+def test_names_of_a_block_are_its_own(model):
+    """Only what is saved is bound here; what the block rebinds or deletes stays as it was."""
+    kept, gone, rows = "before", "before", [1]
+    with model.trace(PROMPT, max_tokens=1):
+        kept = "inside"
+        rows.append(2)
+        seen = save(f"{gone} {kept} {rows}")
+        del gone
+    assert (kept, gone, rows) == ("before", "before", [1])  # noqa: F821  it is there
+    assert seen == "before inside [1, 2]"
+
+
+def test_warnings_and_prints_of_helpers_come_home_with_their_own_place(model, capsys):
+    def helper(number):
+        print("number", number)
+        warnings.warn(f"number {number}", RuntimeWarning, stacklevel=1)
+
+    with pytest.warns(RuntimeWarning, match="number 7") as caught, model.trace(PROMPT, max_tokens=1):
+        helper(model.model.layers[0].resid_post.shape[0])
+    assert capsys.readouterr().out == "number 7\n"
+    assert [(found.filename, found.lineno) for found in caught] == [(__file__, helper.__code__.co_firstlineno + 2)]

@@ -1,4 +1,4 @@
-# ruff: noqa: PT012, PT031, PERF401, RET504 -- a block is what is assigned in it, and may well be several statements
+# ruff: noqa: PT012, PT031, PERF401, RET504, SIM117 -- a block is what is assigned in it, and may well be several statements
 """What is saved comes home, or there is word of it."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def grab(layer, module):
 
 def test_saves_without_a_name_that_replace_one_another(model):
     layers = model.model.layers
-    with pytest.warns(UserWarning, match=r"bound to no name.*'layer\.output\[0\]'") as caught:  # noqa: SIM117
+    with pytest.warns(UserWarning, match=r"bound to no name.*'layer\.output\[0\]'") as caught:
         with model.trace(PROMPT, **GREEDY):
             for layer in layers[1:3]:
                 grab(layer, model)
@@ -87,3 +87,39 @@ def test_saves_without_a_name_have_that_of_their_text(model, hf):
             print((model.logits * 2).save().shape[0], end="")
     torch.testing.assert_close(tracer.saves["model.logits * 2"], expected.logits[1:] * 2, **CLOSE)
     assert tracer.saves["layer.output[0]"].shape == (1, 128)
+
+
+def test_a_save_keeps_what_the_value_is_at_that_line(model, hf):
+    expected = generation(hf, PROMPT, 2)
+    changed = generation(hf, PROMPT, 1, {1: lambda hidden: hidden + 100})
+    with model.trace(PROMPT, **GREEDY) as tracer:
+        number, pair, values = save(1), None, save([])
+        before = model.model.layers[1].resid_post
+        before.save()
+        before += 100
+        number += 100
+        after = before.save()
+        values.append(number)
+        values.append(2)
+        logits = model.logits.save()
+        pair = save((logits, logits[0]))
+        top = model.logits
+        same = top.save()
+        top += 100
+    torch.testing.assert_close(before, after - 100, **CLOSE)
+    torch.testing.assert_close(before, expected.streams[1][: len(PROMPT)], **CLOSE)
+    torch.testing.assert_close(logits, changed.logits, **CLOSE)
+    torch.testing.assert_close(same, logits)
+    assert torch.equal(pair[0][0], pair[1])
+    assert (number, values) == (1, [101, 2])
+
+
+def test_a_name_that_was_not_saved(model):
+    """As in the quickstart: it is warned of before anything runs, and then unbound as any name is."""
+    with pytest.warns(UserWarning, match=r"uses 'hidden', which the block .* does not save"):
+        with model.trace(PROMPT, **GREEDY):
+            hidden = model.model.layers[1].output[0]
+            logits = model.logits.save()
+    with pytest.raises(UnboundLocalError, match="'hidden'"):
+        print(hidden)
+    assert logits.shape[0] == 1

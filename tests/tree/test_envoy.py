@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from nnsight_async.errors import LocationError, NotATapError, OutsideBlockError, UnreadableError
+from nnsight_async.errors import CaptureError, LocationError, NotATapError, OutsideBlockError, UnreadableError
 from nnsight_async.tree.envoy import Envoy
+from nnsight_async.tree.model import ModelView
 
 if TYPE_CHECKING:
     from nnsight_async.tree.manifest import Manifest
@@ -118,6 +119,12 @@ def test_inside_a_block_attributes_of_the_module_are_there(model: Envoy, in_bloc
         ("", "lm_haed", r"did you mean model\.lm_head\?"),
         ("", "norm", r"did you mean model\.model\.layers\[0\]\.norm"),
         ("model", "outputs", r'did you mean model\.model\["output"\]'),
+        ("lm_head", "outptu", r"has no 'outptu'; did you mean model\.lm_head\.output\?"),
+        ("lm_head", "inptu", r"did you mean model\.lm_head\.input"),
+        ("lm_head", "wieght", r"did you mean model\.lm_head\.weight\?"),
+        ("lm_head", "sourse", r"did you mean model\.lm_head\.source\?"),
+        ("model.layers.1", "resid_pots", r"did you mean model\.model\.layers\[1\]\.resid_post"),
+        ("model.layers.1", "nrom", r"did you mean model\.model\.layers\[1\]\.norm\?"),
         ("lm_head", "xyzzy", r"it has no children"),
         ("", "xyzzy", r"it has model, lm_head"),
     ],
@@ -131,6 +138,47 @@ def test_a_wrong_name_gets_the_nearest_ones(
         with pytest.raises(LocationError, match=suggestion):
             attempt()
     assert not hasattr(envoy, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestion"),
+    [
+        ("logit", r"model \(Toy\) has no 'logit'; did you mean model\.logits\?"),
+        ("sampels", r"did you mean model\.samples\?"),
+        ("lm_heda", r"did you mean model\.lm_head\?"),
+        ("layers", r"did you mean model\.model\.layers\?"),
+        ("xyzzy", r"it has model, lm_head"),
+    ],
+)
+def test_a_wrong_name_of_a_whole_model(manifest: Manifest, in_block: Any, name: str, suggestion: str) -> None:
+    model = ModelView(Envoy(manifest))
+
+    for attempt in (lambda: getattr(model, name), lambda: in_block(lambda: getattr(model, name))):
+        with pytest.raises(LocationError, match=suggestion):
+            attempt()
+
+
+def test_a_wrong_name_cannot_be_set_in_a_block(manifest: Manifest, in_block: Any, context: Any) -> None:
+    model = ModelView(Envoy(manifest))
+
+    with pytest.raises(AttributeError, match=r"model\.logit cannot be set in a block; did you mean model\.logits\?"):
+        in_block(lambda: setattr(model, "logit", 1))
+    in_block(lambda: setattr(model, "logits", 1))
+    assert context.asked == [("write", "model.logits", 1)]
+
+
+def test_a_parameter_is_read_in_a_block_alone(model: Envoy) -> None:
+    with pytest.raises(LocationError, match=r"model\.lm_head\.weight is a parameter .* inside a block"):
+        model.lm_head.weight
+
+
+def test_what_only_the_caller_has(manifest: Manifest, in_block: Any) -> None:
+    model = ModelView(Envoy(manifest))
+
+    with pytest.raises(CaptureError, match=r"model\.trace cannot be used in a block(.|\n)*tracer\.invoke\(prompt\)"):
+        in_block(lambda: model.trace("prompt"))
+    with pytest.raises(OutsideBlockError, match=r"`tokenizer = model\.tokenizer`"):
+        in_block(lambda: model.tokenizer)
 
 
 def test_what_cannot_be_read_is_refused_with_its_reason(model: Envoy, in_block: Any) -> None:
@@ -157,10 +205,20 @@ def test_a_refusal_of_the_block_arrives_as_it_was_raised(model: Envoy, in_block:
         in_block(lambda: model.lm_haed)
 
 
-@pytest.mark.parametrize("name", ["lm_head", "weight", "_path", "outputs"])
+@pytest.mark.parametrize("name", ["lm_head", "weight", "_path"])
 def test_nothing_else_can_be_set(model: Envoy, name: str) -> None:
-    with pytest.raises(AttributeError, match=r"cannot be set; \.output, \.input, \.inputs and the residual stream can"):
+    with pytest.raises(
+        AttributeError, match=r"cannot be set; output, input, inputs, resid_pre, resid_mid, resid_post can"
+    ):
         setattr(model, name, 1)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("outputs", "output"), ("outptu", "output"), ("resid_pots", "resid_post")])
+def test_a_slip_in_what_is_set_gets_the_nearest(model: Envoy, name: str, meant: str) -> None:
+    with pytest.raises(
+        AttributeError, match=rf"model\.lm_head\.{name} cannot be set; did you mean model\.lm_head\.{meant}\?"
+    ):
+        setattr(model.lm_head, name, 1)
 
 
 def test_a_subclass_is_inherited_by_the_children_and_may_add_writable_properties(manifest: Manifest) -> None:

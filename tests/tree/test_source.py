@@ -72,6 +72,10 @@ def test_a_callee_that_is_decided_later_is_open(model: Any) -> None:
 def test_what_is_not_there_or_not_python(model: Any) -> None:
     with pytest.raises(LocationError, match="has no operation 'lin_00'; did you mean lin_0"):
         _ = model.derived.source.lin_00
+    with pytest.raises(LocationError, match=r"has no 'outptu'; did you mean model\.derived\.source\.lin_0\.output\?"):
+        _ = model.derived.source.lin_0.outptu
+    with pytest.raises(LocationError, match=r"lin_0 has no 'weight'; it has output, input, inputs and source"):
+        _ = model.derived.source.lin_0.weight
     with pytest.raises(UnreadableError, match=r"cat_0.source has no operations: torch.cat is not written in Python"):
         _ = model.derived.source.cat_0.source
     with pytest.raises(UnreadableError, match=r"calls a module \(Linear\), whose own .source"):
