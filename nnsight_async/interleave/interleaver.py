@@ -10,7 +10,7 @@ import torch
 from nnsight_async.errors import LocationError, NotComputedError, ShapeError, SplitPromptError, UnsupportedError
 from nnsight_async.interleave.block import PATIENCE, BlockRun
 from nnsight_async.interleave.cache import Cache
-from nnsight_async.interleave.foresight import speaks_of_source
+from nnsight_async.interleave.foresight import foresee
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Kind, Location, expression
 from nnsight_async.interleave.modes import Modes
 from nnsight_async.interleave.order import Order
@@ -189,7 +189,9 @@ class Interleaver:
 
     def _begin(self, run: BlockRun, span: Span) -> None:
         if run.step < 0:
-            run.looks_inside = run.looks_inside or speaks_of_source(run.program)
+            foresight = foresee(run.program)
+            run.looks_inside = run.looks_inside or foresight.source
+            run.saves.at_once = foresight.changes
         if run.step < 0 and (span.position or span.rows < run.prompt_rows):
             run.fail(_split(run, span))
         run.position = span.position + span.replayed + span.rows

@@ -41,11 +41,13 @@ class _Tracked:
 class Saves:
     """The saves of one run.
 
-    A tensor is copied when it is saved, and sent once, at the end of the step; a list or dict is followed from step to
+    A tensor is sent once, at the end of the step, as it was when it was saved; a list or dict is followed from step to
     step, and only what was added is sent.
     """
 
     budget: int
+    at_once: bool = True
+    """Whether what is saved may be changed in place before the step ends, and so is copied at once."""
     spent: int = 0
     _pending: int = 0
     _fresh: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -58,7 +60,7 @@ class Saves:
         self._check_budget(self.spent + pending)
         self._pending = pending
         self._tracked.pop(name, None)
-        self._fresh[name] = _snapshot(value)
+        self._fresh[name] = _snapshot(value) if self.at_once else value
 
     def would_replace(self, name: str, value: Any) -> bool:
         """Whether another value has been saved under `name` in this step."""
@@ -107,9 +109,10 @@ def _snapshot(value: Any) -> Any:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    return one is other
+    if one is other:
+        return True
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return tensors and one.shape == other.shape and torch.equal(one, other)
 
 
 def _parts(container: list[Any] | dict[Any, Any]) -> list[Any]:
