@@ -83,6 +83,7 @@ class Ours:
         repo = arguments.pop("model")
         arguments["worker_extension_cls"] = _name(OurExtension)
         self._model = VLLM(repo, mode="async", dispatch=True, **arguments)
+        self._probes: dict[Work, blocks.Probe] = {}
 
     async def tokens(self, work: Work, prompt: list[int], steps: int) -> AsyncIterator[object]:
         async with self._run(work, prompt, _sampling(steps)) as run:
@@ -92,7 +93,9 @@ class Ours:
 
     def _run(self, work: Work, prompt: list[int], sampling: dict[str, Any]) -> Any:
         if work != "idle":
-            return self._model.run(prompt, blocks.probe(self._model, work), **sampling)
+            if work not in self._probes:
+                self._probes[work] = blocks.probe(self._model, work)
+            return self._model.run(prompt, self._probes[work], **sampling)
         from nnsight_async.runs.handle import ProbeRun
 
         # A plain request of the public API is not streamed; this is one that is.
