@@ -58,7 +58,7 @@ def refusals() -> Generator[None]:
 
 @cache
 def _kinds(params: type[msgspec.Struct]) -> dict[str, Any]:
-    """The types of its fields; kept, because looking them up takes several times as long as the rest (msgspec 0.2*)."""
+    """The types of its fields; kept, because looking them up takes several times as long as the rest (msgspec 0.23)."""
     return {field.name: field.type for field in msgspec.structs.fields(params)}
 
 
