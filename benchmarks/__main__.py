@@ -9,7 +9,7 @@ import sys
 from benchmarks.columns import default_columns
 from benchmarks.measure import measure
 from benchmarks.options import parse
-from benchmarks.report import legend, machine, profile_table, table, write_json
+from benchmarks.report import latency_table, legend, machine, profile_table, table, write_json
 
 
 def main() -> None:
@@ -18,6 +18,8 @@ def main() -> None:
     measured = measure(options, options.columns or default_columns(cuda), cuda, _say)
     print(f"\n{options.model}, {options.prompt} prompt tokens, {options.steps} steps, {options.repeats} repeats")
     print(f"{machine(measured)}\n\n{table(measured, options)}\n\n{legend(measured)}")
+    if options.latency:
+        print(f"\n{latency_table(measured, options)}")
     if options.profile:
         print(f"\nCPU microseconds per request and step\n\n{profile_table(measured, options)}")
     if options.json is not None:

@@ -9,11 +9,17 @@ from itertools import count
 from typing import Any, Protocol
 
 from benchmarks import blocks
+from benchmarks.clock import WorkerClock
 from benchmarks.columns import Work
+from benchmarks.stopwatch import WorkerStopwatch
 
 _numbers = count()
 
 Arrivals = list[float]
+
+
+class OurExtension(WorkerClock, WorkerStopwatch):
+    """What vLLM mixes into our worker."""
 
 
 class Driven(Protocol):
@@ -24,17 +30,20 @@ class Driven(Protocol):
     async def close(self) -> None: ...
 
 
-async def drive(engine: Driven, work: Work, prompts: list[list[int]], steps: int) -> dict[str, float]:
-    """Run all prompts together; seconds from first to last, seconds per step between tokens, and tokens."""
-    start = time.perf_counter()
+async def drive(
+    engine: Driven, work: Work, prompts: list[list[int]], steps: int
+) -> tuple[dict[str, Any], list[Arrivals]]:
+    """Run all prompts together; seconds from first to last, seconds per step between tokens, and tokens. Then when each
+    token came, by prompt."""
+    start = time.monotonic()
     arrivals = await asyncio.gather(*(_consume(engine.tokens(work, prompt, steps)) for prompt in prompts))
-    wall = time.perf_counter() - start
+    wall = time.monotonic() - start
     gaps = sorted((times[-1] - times[0]) / (steps - 1) for times in arrivals)
-    return {"wall": wall, "step": gaps[len(gaps) // 2], "tokens": len(prompts) * steps}
+    return {"wall": wall, "step": gaps[len(gaps) // 2], "tokens": len(prompts) * steps}, arrivals
 
 
 async def _consume(tokens: AsyncIterator[object]) -> Arrivals:
-    return [time.perf_counter() async for _ in tokens]
+    return [time.monotonic() async for _ in tokens]
 
 
 class Plain:
@@ -44,7 +53,8 @@ class Plain:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        extension = _name(WorkerClock)
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, worker_extension_cls=extension))
 
     async def tokens(self, work: Work, prompt: list[int], steps: int) -> AsyncIterator[object]:
         from vllm import SamplingParams
@@ -56,7 +66,9 @@ class Plain:
                 yield output
 
     async def rpc(self, method: str) -> Any:
-        return None
+        if not hasattr(WorkerClock, method):  # nothing of ours is there to be measured
+            return None
+        return (await self._llm.collective_rpc(method))[0]
 
     async def close(self) -> None:
         self._llm.shutdown()
@@ -69,9 +81,9 @@ class Ours:
         from nnsight_async import VLLM
 
         repo = arguments.pop("model")
-        # Puts the methods of `stopwatch` on the worker; nothing is measured until one of them is called.
-        arguments["worker_extension_cls"] = "benchmarks.stopwatch.WorkerStopwatch"
+        arguments["worker_extension_cls"] = _name(OurExtension)
         self._model = VLLM(repo, mode="async", dispatch=True, **arguments)
+        self._probes: dict[Work, blocks.Probe] = {}
 
     async def tokens(self, work: Work, prompt: list[int], steps: int) -> AsyncIterator[object]:
         async with self._run(work, prompt, _sampling(steps)) as run:
@@ -81,7 +93,9 @@ class Ours:
 
     def _run(self, work: Work, prompt: list[int], sampling: dict[str, Any]) -> Any:
         if work != "idle":
-            return self._model.run(prompt, blocks.probe(self._model, work), **sampling)
+            if work not in self._probes:
+                self._probes[work] = blocks.probe(self._model, work)
+            return self._model.run(prompt, self._probes[work], **sampling)
         from nnsight_async.runs.handle import ProbeRun
 
         # A plain request of the public API is not streamed; this is one that is.
@@ -96,6 +110,11 @@ class Ours:
 
     async def close(self) -> None:
         await self._model.aclose()
+
+
+def _name(extension: type) -> str:
+    """What vLLM's `worker_extension_cls` is: its methods are on the worker, and do nothing until they are called."""
+    return f"{extension.__module__}.{extension.__qualname__}"
 
 
 def _sampling(steps: int) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def measure(options: Options, columns: list[str], cuda: bool, say: Say) -> Measu
                 drivers.drive(column, requests)  # not counted: whatever is done for the first time
             for repeat in range(options.repeats):
                 for column in _turn(wanted, repeat):
-                    reply = drivers.drive(column, requests)
+                    reply = drivers.drive(column, requests, latency=options.latency)
                     measured.cells.setdefault((column.name, requests), []).append(reply)
             if options.profile:
                 for column in wanted:

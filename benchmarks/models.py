@@ -27,6 +27,22 @@ QWEN3: dict[str, Any] = {
     "pad_token_id": VOCABULARY - 1,
 }
 SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+        "intermediate_size": 1536,
+        "rope_theta": 1e5,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    },
     "qwen3-0.6b": {
         "hidden_size": 1024,
         "num_hidden_layers": 28,

@@ -20,6 +20,7 @@ class Options:
     repeats: int
     columns: list[str] | None
     profile: bool
+    latency: bool
     json: Path | None
 
 
@@ -36,6 +37,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         "--columns", type=_columns, help=f"some of {','.join(COLUMNS)} (default: all that can run here)"
     )
     parser.add_argument("--profile", action="store_true", help="also say where host time goes, in an extra pass")
+    parser.add_argument("--latency", action="store_true", help="also say how long tokens take from worker to caller")
     parser.add_argument("--json", type=Path, help="a file for everything that was measured")
     return Options(**vars(parser.parse_args(arguments)))
 

@@ -51,6 +51,30 @@ def _row(measured: Measured, name: str, requests: int) -> Row:
     ]
 
 
+def latency_table(measured: Measured, options: Options) -> str:
+    """From the end of a step in the worker to its token with the caller, over all tokens of all repeats; and how much
+    longer a token takes than the baseline's of the same turn: the median turn, the least and the most."""
+    header = ["requests", "column", "median us", "99th percentile", f"over {BASELINE}", "added per token", "spread"]
+    rows = [_latency_row(measured, name, requests) for requests in options.requests for name in measured.columns]
+    return markdown(header, rows)
+
+
+def _latency_row(measured: Measured, name: str, requests: int) -> Row:
+    cells, base = measured.cells[name, requests], measured.cells[BASELINE, requests]
+    delays = [1e6 * delay for cell in cells for delay in cell["delays"]]
+    usual = _median(1e6 * delay for cell in base for delay in cell["delays"])
+    added = [100 * (cell["step"] / other["step"] - 1) for cell, other in zip(cells, base, strict=True)]
+    return [
+        str(requests),
+        name,
+        f"{_median(delays):,.0f}",
+        f"{statistics.quantiles(delays, n=100)[98]:,.0f}",
+        "" if name == BASELINE else f"{_median(delays) - usual:+,.0f}",
+        "" if name == BASELINE else f"{_median(added):+.1f} %",
+        "" if name == BASELINE else f"{min(added):+.1f} to {max(added):+.1f}",
+    ]
+
+
 def profile_table(measured: Measured, options: Options) -> str:
     """CPU time of the parts of worker and client, in microseconds per request and step."""
     parts = list(dict.fromkeys(part for profile in measured.profiles.values() for part in _flat(profile)))

@@ -13,6 +13,7 @@ import psutil
 import uvloop
 
 from benchmarks.clientwatch import ClientStopwatch
+from benchmarks.clock import delays
 from benchmarks.engines import Driven, Ours, Plain, drive
 
 HIGHEST = 500  # ids of prompts; every tokenizer has as many
@@ -41,18 +42,28 @@ async def _serve(commands: IO[str], replies: IO[str]) -> None:
 
 async def _measure(engine: Driven, command: dict[str, Any]) -> dict[str, Any]:
     prompts = _prompts(command["requests"], command["prompt"])
+    if command.get("latency"):
+        return await _measure_latency(engine, command, prompts)
     if not command.get("profile"):
-        return dict(await drive(engine, command["work"], prompts, command["steps"]))
+        timing, _ = await drive(engine, command["work"], prompts, command["steps"])
+        return timing
     await engine.rpc("stopwatch_start")
     client, before = ClientStopwatch(), _cpu()
     try:
-        timing = await drive(engine, command["work"], prompts, command["steps"])
+        timing, _ = await drive(engine, command["work"], prompts, command["steps"])
     finally:
         client.stop()
     after = _cpu()
     worker = await engine.rpc("stopwatch_stop")
     cpu = {name: after[name] - before[name] for name in after}
     return {**timing, "worker": worker or {}, "client": client.seconds, "cpu": cpu}
+
+
+async def _measure_latency(engine: Driven, command: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
+    await engine.rpc("clock_start")
+    timing, arrivals = await drive(engine, command["work"], prompts, command["steps"])
+    ended = await engine.rpc("clock_stop")
+    return {**timing, "delays": delays(prompts, arrivals, ended)}
 
 
 def _prompts(requests: int, length: int) -> list[list[int]]:

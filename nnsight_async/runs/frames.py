@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from nnsight_async.runs.packing import Flat, unpack
+from nnsight_async.runs.packing import Flat, Kind, unpack
 
 Buffer = bytes | bytearray | memoryview
 
@@ -35,9 +35,9 @@ class Frame(msgspec.Struct, array_like=True):
 
 
 class Message(msgspec.Struct, array_like=True):
-    """The frames of a step, and the dtypes of the flat tensors that their entries refer to."""
+    """The frames of a step, and what the flat tensors that their entries refer to."""
 
-    dtypes: list[str]
+    kinds: list[Kind]
     frames: list[Frame]
 
 
@@ -50,7 +50,7 @@ def decode(parts: Sequence[Buffer]) -> list[Frame]:
     """The frames of a message, with the values of their entries rebuilt; `ValueError` for a malformed one."""
     try:
         message = _decoder.decode(parts[0])
-        flats = [Flat.of(dtype, part) for dtype, part in zip(message.dtypes, parts[1:], strict=True)]
+        flats = [Flat.of(kind, part) for kind, part in zip(message.kinds, parts[1:], strict=True)]
         for frame in message.frames:
             frame.entries = [(name, operation, unpack(value, flats)) for name, operation, value in frame.entries]
     except (msgspec.MsgspecError, IndexError, TypeError, RuntimeError, KeyError, ValueError) as error:

@@ -59,7 +59,7 @@ class Outbox:
         """The step is over: let the other thread send what was taken."""
         if not self._frames:
             return
-        message = Message(self._tensors.dtypes, self._frames)
+        message = Message(self._tensors.kinds, self._frames)
         try:
             flats, copied = self._staging.start(self._tensors.join())
         except Exception as error:  # out of memory: these runs end, the engine goes on

@@ -20,7 +20,7 @@ def sent(value: object) -> object:
 def sent_together(*values: object) -> list[object]:
     tensors = Tensors()
     packed = [Frame(key, 0, [("x", "set", pack(value, tensors))]) for key, value in enumerate(values)]
-    message = Message(tensors.dtypes, packed)
+    message = Message(tensors.kinds, packed)
     received = frames.decode([bytes(part) for part in frames.encode(message, tensors.join())])
     assert [frame.key for frame in received] == list(range(len(values)))
     return [frame.entries[0][2] for frame in received]
@@ -86,6 +86,23 @@ def test_tensors_of_several_runs_travel_together_and_come_back_apart():
     third += 1
     assert torch.equal(first, values[0])
     assert first.untyped_storage().nbytes() == first.nbytes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (2, 0, 3)], ids=str)
+@pytest.mark.parametrize("buffer", [bytes, bytearray])
+def test_tensors_of_one_shape_come_back_each_with_memory_of_its_own(dtype, shape, buffer):
+    values = [(torch.rand(shape) * 9).to(dtype) for _ in range(5)]
+    tensors = Tensors()
+    packed = [Frame(0, 0, [(str(index), "set", pack(value, tensors))]) for index, value in enumerate(values)]
+    parts = frames.encode(Message(tensors.kinds, packed), tensors.join())
+    received = [frame.entries[0][2] for frame in frames.decode([buffer(part) for part in parts])]
+    for got, value in zip(received, values, strict=True):
+        assert (got.dtype, got.shape) == (dtype, value.shape)
+        assert got.untyped_storage().nbytes() == value.nbytes
+        assert not got.is_inference()
+        assert bytes(got.flatten().view(torch.uint8).tolist()) == bytes(value.flatten().view(torch.uint8).tolist())
+        got.zero_()  # the others notice nothing
 
 
 def test_what_is_joined_is_a_copy():

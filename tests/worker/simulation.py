@@ -39,7 +39,7 @@ class Letters(Outbox):
 
     def flush(self) -> None:
         if self._frames:
-            parts = frames.encode(Message(self._tensors.dtypes, self._frames), self._tensors.join())
+            parts = frames.encode(Message(self._tensors.kinds, self._frames), self._tensors.join())
             self.waiting += frames.decode([bytes(part) for part in parts])
         self._frames, self._tensors = [], Tensors()
 
