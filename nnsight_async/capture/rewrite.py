@@ -87,6 +87,11 @@ class SaveRewriter(ast.NodeTransformer):
             return self._method_save(node, [])
         return self.generic_visit(node)
 
+    def _visit_pattern(self, node: ast.AST) -> ast.AST:
+        return node  # a pattern holds names and attributes, but no calls
+
+    visit_MatchValue = visit_MatchClass = _visit_pattern  # noqa: N815
+
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
         if node.attr in ("grad", "backward") and isinstance(node.ctx, ast.Load):

@@ -128,6 +128,19 @@ def test_a_name_given_to_a_save_of_another_kind_is_an_argument(trace: Any, saves
     assert saves == {"first": first, "second": second}
 
 
+def test_attributes_that_gradients_have_too_are_left_alone(trace: Any) -> None:
+    class Slope:
+        grad, backward = 3, staticmethod(lambda steps: -steps)
+
+    with trace():
+        Slope.grad = 5
+        match 5:
+            case Slope.grad:
+                found = (Slope.grad, Slope.backward(2), Slope().grad).save()
+
+    assert found == (5, -2, 5)
+
+
 def test_a_traceback_points_at_the_save(trace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import traceback
 
