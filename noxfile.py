@@ -54,10 +54,13 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(python=["3.12", "3.13"])
 def capture(session: nox.Session) -> None:
-    """The tests of `capture`, which needs no engine and no torch, on the other Pythons."""
-    tools = ["coverage>=7.6", "ipython>=8.20", "pytest>=8.3", "pytest-asyncio>=1.0"]
-    once(session, lambda: uv_install(session, "cloudpickle>=3.0", "greenlet>=3.1", *tools))
-    command = ["-m", "pytest", "tests/capture", "--confcutdir=tests/capture", *session.posargs]
+    """The tests of blocks without an engine, on the other Pythons, as far as they are installed."""
+    options = cpu_options(str(session.python))
+    uses = ["cloudpickle>=3.0", "greenlet>=3.1", "numpy", "torch>=2.6"]
+    tools = ["coverage>=7.6", "hypothesis>=6.100", "ipython>=8.20", "pytest>=8.3", "pytest-asyncio>=1.0"]
+    once(session, lambda: uv_install(session, *options, *uses, *tools))
+    tests = ["tests/capture", "tests/interleave", "--confcutdir=tests/capture"]
+    command = ["-m", "pytest", *tests, *session.posargs]
     session.run("python", *command, env={"PYTHONPATH": str(ROOT)})
 
 
@@ -134,9 +137,9 @@ def has_cuda() -> bool:
     return subprocess.run(["nvidia-smi"], capture_output=True, check=False).returncode == 0
 
 
-def cpu_options() -> list[str]:
+def cpu_options(python: str = f"{sys.version_info.major}.{sys.version_info.minor}") -> list[str]:
     """Options that make uv take the CPU build of torch."""
-    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    tag = f"cp{python.replace('.', '')}"
     local = any(LOCAL_WHEELS.glob(f"torch-*+cpu-{tag}-*.whl"))
     source = ["--find-links", str(LOCAL_WHEELS)] if local else ["--torch-backend", "cpu"]
     return ["--override", str(CPU_OVERRIDES), *source]

@@ -8,7 +8,7 @@ from contextlib import suppress
 from types import MemberDescriptorType, WrapperDescriptorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nnsight_async.capture.rewrite import is_save, is_save_function
+from nnsight_async.capture.rewrite import is_named, is_save, is_save_function
 from nnsight_async.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _saves(value: ast.AST) -> bool:
     if isinstance(value, (ast.NamedExpr, ast.Lambda)):
         return False
     if isinstance(value, ast.expr) and (is_save(value) or is_save_function(value)):
-        return True
+        return not is_named(value)
     return any(map(_saves, ast.iter_child_nodes(value)))
 
 

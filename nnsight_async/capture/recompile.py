@@ -12,7 +12,7 @@ from nnsight_async.capture.agree import Span, agree
 from nnsight_async.capture.compile import attribute_names
 from nnsight_async.capture.kept import Kept, kept_outside, refuse
 from nnsight_async.capture.live import read_first
-from nnsight_async.capture.rewrite import SaveRewriter, rewrite_saves
+from nnsight_async.capture.rewrite import CHANGED, SaveRewriter, rewrite_saves
 from nnsight_async.capture.source import Source, source_of
 from nnsight_async.errors import CaptureError
 
@@ -23,7 +23,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 class _Recompiled(NamedTuple):
-    code: CodeType | None  # None: it saves nothing, or its source cannot be had
+    code: CodeType | None  # None: nothing changes, or its source cannot be had
     names: tuple[str, ...]
     kept: tuple[Kept, ...] = ()
     source: Source | None = None
@@ -62,7 +62,7 @@ def _of_code(code: CodeType, namespace: dict[str, Any], named: bool) -> _Recompi
     key = (id(code), named)
     known = _known.get(key)
     if known is None:
-        known = _known[key] = _recompile(code, namespace, named) if "save" in attribute_names(code) else _NOTHING
+        known = _known[key] = _recompile(code, namespace, named) if attribute_names(code) & CHANGED else _NOTHING
         weakref.finalize(code, _known.pop, key, None)
     return known
 

@@ -1,4 +1,8 @@
-"""`EXPR.save()` and `NAME = save(EXPR)` become calls that know the name they are assigned to."""
+"""`EXPR.save()` and `NAME = save(EXPR)` become calls that know the name they are assigned to.
+
+So do `EXPR.save("name")`, which only shows when it runs whether it saves `EXPR` or is the `save` of a tracer, and
+`EXPR.grad` and `EXPR.backward`, which are refused where there are no gradients.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,16 @@ import ast
 import copy
 from typing import TYPE_CHECKING, TypeGuard
 
+from nnsight_async.capture.live import assigned_in
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+CHANGED = frozenset({"save", "grad", "backward"})
+"""Attributes whose use makes a function one to be rewritten."""
+
 SAVES = "nnsight_async.interleave.context"
+GRADIENTS = "nnsight_async.interleave.gradients"
 _DISPLAYS = (ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp, ast.SetComp, ast.DictComp)
 _SEQUENCES = (ast.Tuple, ast.List)
 
@@ -26,8 +36,10 @@ class SaveRewriter(ast.NodeTransformer):
     def __init__(self, *, named: bool = True) -> None:
         self.names: dict[str, None] = {}
         self._depth = 0 if named else 1
+        self._assigned_names: set[str] = set()
 
     def rewrite_body(self, body: list[ast.stmt]) -> list[ast.stmt]:
+        self._assigned_names = assigned_in(body)
         rewritten: list[ast.stmt] = []
         for statement in body:
             result = self.visit(statement)
@@ -69,7 +81,22 @@ class SaveRewriter(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        return self._save(node, []) if is_save(node) else self.generic_visit(node)
+        if is_save(node):
+            return self._save(node, [])
+        if is_save_method(node):
+            return self._method_save(node, [])
+        return self.generic_visit(node)
+
+    def _visit_pattern(self, node: ast.AST) -> ast.AST:
+        return node  # a pattern holds names and attributes, but no calls
+
+    visit_MatchValue = visit_MatchClass = _visit_pattern  # noqa: N815
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        self.generic_visit(node)
+        if node.attr in ("grad", "backward") and isinstance(node.ctx, ast.Load):
+            return _call(node, "gradient", node.value, ast.Constant(node.attr), module=GRADIENTS)
+        return node
 
     def _assigned(self, targets: Sequence[ast.expr], value: ast.expr) -> ast.expr:
         names = [target.id for target in targets if isinstance(target, ast.Name)]
@@ -102,15 +129,34 @@ class SaveRewriter(ast.NodeTransformer):
         return result
 
     def _named_save(self, call: ast.Call, names: Sequence[str]) -> ast.expr:
+        if is_save_method(call):
+            return self._method_save(call, names)
         function, value = self.visit(call.func), self.visit(call.args[0])
         supplied = self._supplied(names)
         if not supplied:
             call.func, call.args = function, [value]
             return call
-        result = _call(call, "named_save", function, value, ast.Constant(supplied[0]))
-        for name in supplied[1:]:
-            result = _call(call, "named_save", copy.deepcopy(function), result, ast.Constant(name))
-        return result
+        return _call(call, "named_save", function, value, _texts(supplied))
+
+    def _method_save(self, call: _SaveCall, names: Sequence[str]) -> ast.expr:
+        """`EXPR.save(ARGUMENT)`: of a tracer, the argument is saved, of a value, it is the name."""
+        bound = not self._depth and not self._gives_name(call)
+        receiver = self.visit(call.func.value)
+        if call.keywords:
+            return _call(call, "save_as", receiver, self.visit(call.keywords[0].value))
+        argument = self.visit(call.args[0])
+        supplied = self._supplied(names) if bound else [] if self._depth else names
+        return _call(call, "method_save", receiver, argument, _texts(supplied))
+
+    def _gives_name(self, call: _SaveCall) -> bool:
+        """Whether the argument is a name, as far as the text tells: tracers are not made in the body, values are."""
+        match call.func.value:
+            case ast.Name(receiver):
+                return receiver in self._assigned_names
+            case ast.Attribute():
+                return is_named(call)
+            case _:
+                return True
 
     def _save_each(self, node: ast.Assign, names: list[str]) -> list[ast.stmt]:
         """`a, b = EXPR.save()`: the parts are what gets names, so the parts are saved."""
@@ -148,6 +194,24 @@ def is_save_function(node: ast.expr) -> TypeGuard[ast.Call]:
         return False
     callee = _is_attribute(node.func) or (isinstance(node.func, ast.Name) and node.func.id == "save")
     return callee and not isinstance(node.args[0], ast.Starred)
+
+
+def is_save_method(node: ast.expr) -> TypeGuard[_SaveCall]:
+    """`EXPR.save(ARGUMENT)`, `EXPR.save(name=NAME)`."""
+    if not isinstance(node, ast.Call) or not _is_attribute(node.func) or len(node.args) + len(node.keywords) != 1:
+        return False
+    return [keyword.arg for keyword in node.keywords] in ([], ["name"]) and not any(
+        isinstance(argument, ast.Starred) for argument in node.args
+    )
+
+
+def is_named(node: ast.expr) -> bool:
+    """`EXPR.save("name")`, `EXPR.save(name=NAME)`: a save under a name of its own."""
+    return is_save_method(node) and (not node.args or _is_text(node.args[0]))
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def _is_attribute(node: ast.expr) -> bool:
@@ -201,10 +265,13 @@ def _unwrapped(element: ast.expr) -> tuple[bool, ast.expr]:
     return (True, element.func.value) if is_save(element) else (_unwrap(element), element)
 
 
-def _call(place: ast.expr, function: str, *arguments: ast.expr) -> ast.expr:
+def _texts(names: Sequence[str]) -> ast.expr:
+    return ast.Tuple([ast.Constant(name) for name in names], ast.Load())
+
+
+def _call(place: ast.expr, function: str, *arguments: ast.expr, module: str = SAVES) -> ast.expr:
     # an import where it is used: the rewritten code needs nothing in its globals, which are the user's
-    module = f"__import__({SAVES!r}, None, None, ({function!r},)).{function}"
-    callee = ast.parse(module, mode="eval").body
+    callee = ast.parse(f"__import__({module!r}, None, None, ({function!r},)).{function}", mode="eval").body
     for node in ast.walk(callee):
         ast.copy_location(node, place)
     return ast.fix_missing_locations(ast.copy_location(ast.Call(callee, list(arguments), []), place))

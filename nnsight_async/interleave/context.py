@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import greenlet
 
@@ -99,9 +98,28 @@ def save_expression(value: Any, name: str | None, label: str | None) -> Any:
     return current().save(value, name, label)
 
 
-def named_save(function: Callable[..., Any], value: Any, name: str) -> Any:
-    """What `NAME = save(EXPR)` in a block becomes: the name travels if `function` is one of our saves."""
-    owner = getattr(cast("MethodType", function), "__self__", None)
-    if function is save or getattr(type(owner), "saves_by_name", False):
-        return function(value, name)
-    return function(value)
+def named_save(function: Callable[..., Any], value: Any, names: tuple[str, ...]) -> Any:
+    """What `NAME = save(EXPR)` in a block becomes: the names travel if `function` is one of our saves."""
+    if function is not save:
+        return function(value)
+    for name in names:
+        save(value, name)
+    return value
+
+
+def method_save(receiver: Any, argument: Any, names: tuple[str, ...]) -> Any:
+    """What `NAME = EXPR.save(ARGUMENT)` becomes: the save a tracer's or this package's, or a value's, under a name."""
+    if getattr(type(receiver), "saves_by_name", False):
+        for name in names or (None,):
+            receiver.save(argument, name)
+        return argument
+    own = getattr(receiver, "save", None)
+    if callable(own):
+        return named_save(own, argument, names) if names else own(argument)
+    return current().save(receiver, argument)
+
+
+def save_as(value: Any, name: Any) -> Any:
+    """What `EXPR.save(name=NAME)` becomes: ours, unless the value has a `save` of its own."""
+    own = getattr(value, "save", None)
+    return own(name=name) if callable(own) else current().save(value, name)

@@ -25,6 +25,10 @@ FROM_ZERO = (
     "For the last step, save in every step of `tracer.iter[:]`: the final value of a name is what was saved last. For "
     "the last few, append to a saved list and take its end"
 )
+ELSEWHERE = frozenset({"backward", "barrier", "scan", "session"})
+"""What vLLM has no counterpart of."""
+
+NOT_HERE = "{0} is not available on vLLM; TransformersModel has it"
 _NAMES = ("iter", "all", "stop", "save", "cache", "step", "invoke")
 
 
@@ -75,8 +79,8 @@ class Tracer:
         return self._run.step
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name in ("barrier", "backward", "scan"):
-            raise UnsupportedError(f"tracer.{name} is not available on vLLM; TransformersModel has it")
+        if name in ELSEWHERE:
+            raise UnsupportedError(NOT_HERE.format(f"tracer.{name}"))
         if name in ("saves", "result", "stream", "cancel"):
             raise OutsideBlockError(f"tracer.{name} is that of the whole run: use it after the block")
         near = get_close_matches(name, _NAMES, 1, 0.7)

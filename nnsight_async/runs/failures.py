@@ -21,6 +21,8 @@ LINKS = 8
 
 FRAMES = 30
 
+_GRADIENTS = ("does not require grad", "requires_grad=False", "cannot be saved for backward")
+"""How PyTorch says that something was computed without gradients."""
 
 Place = tuple[str, int, str]
 """Where code stands: a file, a line, and the name of the function."""
@@ -106,7 +108,9 @@ def _places(error: BaseException) -> list[Place]:
 
 
 def _hints(error: BaseException) -> list[str]:
-    """What `value.sav()` may have meant, which PyTorch cannot know."""
+    """What PyTorch cannot know: what `value.sav()` may have meant, and that vLLM computes without gradients."""
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _GRADIENTS):
+        return ["vLLM computes without gradients; TransformersModel takes them"]
     name: object = error.name if type(error) is AttributeError else None
     if name == "save":
         return ["`.save()` is understood in the text of a block; where code has no text, write save(value)"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nnsight_async.errors import OutsideBlockError
-from nnsight_async.interleave.tracer import ONE_PROMPT
+from nnsight_async.errors import OutsideBlockError, UnsupportedError
+from nnsight_async.interleave.tracer import ELSEWHERE, NOT_HERE, ONE_PROMPT
 from nnsight_async.runs.body import Body, Ready, caller, check_awaiting_allowed, check_blocking_allowed, hidden
 from nnsight_async.runs.group import planned
 from nnsight_async.runs.handle import Handle, Launcher, settle
@@ -62,6 +62,8 @@ class Tracer(Handle):
     def __getattr__(self, name: str) -> NoReturn:
         if hasattr(type(self), name):  # a property raised an AttributeError, which may be the block's: let it be seen
             object.__getattribute__(self, name)
+        if name in ELSEWHERE:
+            raise UnsupportedError(NOT_HERE.format(f"tracer.{name}"))
         own = [other for other in dir(type(self)) if not other.startswith("_")]
         near = similar(name, own)
         instead = f"did you mean tracer.{near[0]}?" if near else f"it has {', '.join(own)}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from nnsight_async.errors import CaptureError, LocationError, OutsideBlockError
+from nnsight_async.errors import CaptureError, LocationError, OutsideBlockError, UnsupportedError
 from nnsight_async.interleave.context import current, running
 from nnsight_async.interleave.locations import LOGITS, SAMPLES
+from nnsight_async.interleave.tracer import ELSEWHERE, NOT_HERE
 from nnsight_async.tree.envoy import ANOTHER_MODEL, Envoy
 from nnsight_async.tree.names import missing, similar
 
@@ -64,6 +65,8 @@ class ModelView:
         except LocationError as error:
             if type(error) is not LocationError:  # a module that is there
                 raise
+            if name in ELSEWHERE:
+                raise UnsupportedError(NOT_HERE.format(f"model.{name}")) from None
             raise LocationError(missing(self.tree.__block_owner__, "", name, self._own())) from None
         if isinstance(found, Envoy):
             self.__dict__[name] = found

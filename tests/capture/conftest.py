@@ -27,6 +27,17 @@ class Model:
         raise AssertionError("a reference was pickled by value")
 
 
+class SavingBlock:
+    """Stands for the block that runs."""
+
+    def __init__(self) -> None:
+        self.saved: dict[str, object] = {}
+
+    def save(self, value: object, name: str | None = None, label: str | None = None) -> object:
+        self.saved[name or label or "?"] = value
+        return value
+
+
 class Trace:
     """Captures the body of a `with`, runs it through its serialised form, and binds what it saved."""
 
@@ -36,6 +47,11 @@ class Trace:
         self._run = run
         self.block: Block | None = None
         self.captured = False
+
+    saves_by_name = True
+
+    def save(self, value: object, name: str | None = None) -> object:
+        return context.save(value, name)
 
     def __block_reference__(self) -> tuple[str, ...]:
         return ("tracer",)
@@ -79,23 +95,9 @@ async def _ready(value: Any) -> Any:
 @pytest.fixture
 def saves(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """What blocks have saved in this test, by name, or by label where there is no name."""
-    saved: dict[str, object] = {}
-
-    def save(value: object, name: str | None = None) -> object:
-        saved[name or "?"] = value
-        return value
-
-    def save_expression(value: object, name: str | None, label: str | None) -> object:
-        saved[name or label or "?"] = value
-        return value
-
-    def named_save(function: Any, value: object, name: str) -> object:
-        return function(value, name) if function is save else function(value)
-
-    for function in (save, save_expression, named_save):
-        function.__module__, function.__qualname__ = context.__name__, function.__name__
-        monkeypatch.setattr(context, function.__name__, function)
-    return saved
+    block = SavingBlock()
+    monkeypatch.setattr(context, "current", lambda: block)
+    return block.saved
 
 
 @pytest.fixture

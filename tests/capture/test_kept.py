@@ -95,6 +95,8 @@ FINE = [
     "many[i].append(x.save())",
     "model.place = x.save()",
     "module.layer.output = x.save()",
+    "hs.append(x.save('mine'))",
+    "hs.append(x.save(name=i))",
 ]
 
 

@@ -42,6 +42,23 @@ SAVES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "save(x)": ({"x": 3}, ("x",)),
     "save(x, 'mine')": ({"mine": 3}, ()),
     "h = save(x, 'mine')": ({"mine": 3}, ()),
+    "x.save('mine')": ({"mine": 3}, ()),
+    "x.save(name='mine')": ({"mine": 3}, ()),
+    "h = x.save(name='mine')": ({"mine": 3}, ()),
+    "h = pair[0].save('mine')": ({"mine": 3}, ()),
+    "h = (x + y).save(f'm{x}')": ({"m3": 7}, ()),
+    "h = x + y\nk = h.save('mine')": ({"mine": 7}, ()),
+    "h, n = x + y, 'mine'\nh.save(n)": ({"mine": 7}, ()),
+    "a, b = pair.save('mine')": ({"mine": (3, 4)}, ()),
+    "seen = [v.save(f'v{v}') for v in pair]": ({"v3": 3, "v4": 4}, ()),
+    "def f(v):\n    return v.save('mine')\nk = f(x)": ({"mine": 3}, ()),
+    "h = run.save(x)": ({"h": 3}, ("h",)),
+    "run.save(x)": ({"x": 3}, ("x",)),
+    "a = b = run.save(x)": ({"a": 3, "b": 3}, ("a", "b")),
+    "h = run.save('text')": ({"h": "text"}, ("h",)),
+    "h = run.save(x, 'mine')": ({"mine": 3}, ()),
+    "box = [run.save(x)]": ({"?": 3}, ()),
+    "a = b = package.save(x)": ({"a": 3, "b": 3}, ("a", "b")),
     "def f(v):\n    h = v.save()\n    return h\nk = f(x)": ({"v": 3}, ()),
     "f = lambda v: v.save()\nf(x)": ({"v": 3}, ()),
     "x = x.save()": ({"x": 3}, ("x",)),
@@ -96,6 +113,32 @@ def test_arguments_of_a_save_are_left_alone(cell: Any, trace: Any, saves: Any) -
         result = done.save()
 
     assert (result, saves) == ("a.png:3", {"result": "a.png:3"})
+
+
+def test_a_name_given_to_a_save_of_another_kind_is_an_argument(trace: Any, saves: Any) -> None:
+    class Figure:
+        def save(self, name: str) -> str:
+            return f"written to {name}"
+
+    with trace():
+        first = Figure().save("a.png").save()
+        second = Figure().save(name="b.png").save()
+
+    assert (first, second) == ("written to a.png", "written to b.png")
+    assert saves == {"first": first, "second": second}
+
+
+def test_attributes_that_gradients_have_too_are_left_alone(trace: Any) -> None:
+    class Slope:
+        grad, backward = 3, staticmethod(lambda steps: -steps)
+
+    with trace():
+        Slope.grad = 5
+        match 5:
+            case Slope.grad:
+                found = (Slope.grad, Slope.backward(2), Slope().grad).save()
+
+    assert found == (5, -2, 5)
 
 
 def test_a_traceback_points_at_the_save(trace: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,68 @@ def test_saves_without_a_name_have_that_of_their_text(model, hf):
     assert tracer.saves["layer.output[0]"].shape == (1, 128)
 
 
+def test_names_that_are_given(model, hf):
+    expected = generation(hf, PROMPT, 1)
+
+    def grab(layer, name):
+        return layer.resid_post[-1].save(name)
+
+    with model.trace(PROMPT, max_tokens=1, temperature=0.0) as tracer:
+        for number, layer in enumerate(model.model.layers[:2]):
+            layer.resid_post.save(f"layer {number}")
+        grab(model.model.layers[2], "third")
+        tracer.save(model.model.layers[3].resid_post, "fourth")
+        top = model.logits.argmax(-1).save()
+        model.samples.save(name="drawn")
+    assert set(tracer.saves) == {"top", "layer 0", "layer 1", "third", "fourth", "drawn"}
+    for number in range(2):
+        torch.testing.assert_close(tracer.saves[f"layer {number}"], expected.streams[number], **CLOSE)
+    torch.testing.assert_close(tracer.saves["third"], expected.streams[2][-1], **CLOSE)
+    torch.testing.assert_close(tracer.saves["fourth"], expected.streams[3], **CLOSE)
+    assert top.tolist() == tracer.saves["drawn"].flatten().tolist() == expected.ids
+
+
+def test_names_that_are_given_in_a_probe(model, hf):
+    def probe(model, tracer):
+        stream = model.model.layers[1].resid_post
+        stream.save("by position")
+        again = stream.save(name="by keyword")
+        assert again is stream
+        tracer.save(stream)
+        text = tracer.save("a text")
+
+    saves = model.run(PROMPT, probe, max_tokens=1, temperature=0.0).result().saves
+    assert set(saves) == {"by position", "by keyword", "stream", "text"}
+    expected = generation(hf, PROMPT, 1).streams[1]
+    for name in ("by position", "by keyword", "stream"):
+        torch.testing.assert_close(saves[name], expected, **CLOSE)
+    assert saves["text"] == "a text"
+
+
+async def test_names_that_are_given_in_an_async_trace(model, hf):
+    async with model.trace(PROMPT, **GREEDY) as tracer:
+        for _ in tracer.iter[:]:
+            model.logits[0].save("logits of a step")
+    expected = generation(hf, PROMPT, 2).logits
+    values = [value async for value in tracer.saves["logits of a step"].stream()]
+    torch.testing.assert_close(torch.stack(values), expected, **CLOSE)
+
+
+def test_a_name_is_a_string(model):
+    with pytest.raises(TypeError, match="has a printable string as its name, not tensor"):
+        with model.trace(PROMPT, **GREEDY):
+            model.logits.save(model.samples)
+
+
+def test_a_variable_that_is_assigned_what_has_another_name(model):
+    with pytest.warns(UserWarning, match=r"uses 'hidden', which the block .* does not save"):
+        with model.trace(PROMPT, **GREEDY) as tracer:
+            hidden = model.model.layers[1].resid_post.save("the stream")
+    with pytest.raises(UnboundLocalError, match="'hidden'"):
+        print(hidden)
+    assert list(tracer.saves) == ["the stream"]
+
+
 def test_a_save_keeps_what_the_value_is_at_that_line(model, hf):
     expected = generation(hf, PROMPT, 2)
     changed = generation(hf, PROMPT, 1, {1: lambda hidden: hidden + 100})
