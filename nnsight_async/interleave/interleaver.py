@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -53,6 +54,7 @@ class Interleaver:
         self._report = report
         self._aliases = aliases or {}
         self._present: list[BlockRun] = []
+        self._stacked = False
         self._batch = Batch(0, False)
         self._spans: Mapping[BlockRun, Span] = {}
         self.limits = limits or Limits()
@@ -66,10 +68,14 @@ class Interleaver:
 
     # -- driven by the worker --------------------------------------------------------------------------------------
 
-    def begin_step(self, spans: Mapping[BlockRun, Span], batch: Batch) -> None:
-        """A forward pass over `batch` begins; `spans` says where the rows of each live run lie in it."""
+    def begin_step(self, spans: Mapping[BlockRun, Span], batch: Batch, *, stacked: bool = False) -> None:
+        """A forward pass over `batch` begins; `spans` says where the rows of each live run lie in it.
+
+        `stacked`: some runs are of the same request, and have the same rows.
+        """
         if self._present:
             self.end_step()
+        self._stacked = stacked
         self._batch, self._spans, self.modes = batch, spans, Modes.now()
         for run, span in spans.items():
             if span.replayed:
@@ -90,19 +96,37 @@ class Interleaver:
             return value
         self.modes = Modes.now()
         runs = self._leave(event)
-        slab = Slab(value, self._batch, event, [self._spans[run] for run in runs])
         replaying = self.log.replaying(event)
+        rounds = self._rounds(runs) if self._stacked else [runs]
+        slab = Slab(value, self._batch, event, [self._spans[run] for run in rounds[0]])
         for run in replaying:
             self._replay(run, event, slab)
-        for run in runs:
-            self._visit(run, event, slab)
-        written = self._written(slab, runs, replaying)
+        value = self._let_visit(rounds[0], event, slab, replaying)
+        for others in rounds[1:]:
+            slab = Slab(value, self._batch, event, [self._spans[run] for run in others])
+            value = self._let_visit(others, event, slab)
         collecting = self._collecting.get(event, ())
         for run, cache in collecting:
             self._store(run, cache, event, slab)
         if collecting or replaying:
             self._want(event)
-        return written
+        return value
+
+    def _rounds(self, runs: list[BlockRun]) -> list[list[BlockRun]]:
+        """Runs of the same request one after the other: each sees what those before it have written."""
+        rounds: list[list[BlockRun]] = [[]]
+        before: Counter[int] = Counter()
+        for run in sorted(runs, key=_part):
+            number = before[self._spans[run].start]
+            before[self._spans[run].start] += 1
+            rounds += [[] for _ in range(number + 1 - len(rounds))]
+            rounds[number].append(run)
+        return rounds
+
+    def _let_visit(self, runs: list[BlockRun], event: Location, slab: Slab, replaying: Iterable[BlockRun] = ()) -> Any:
+        for run in runs:
+            self._visit(run, event, slab)
+        return self._written(slab, runs, replaying)
 
     def refuse(self, event: Location, error: Exception) -> None:
         """What is called in the forward pass now turns out not to have `event`."""
@@ -130,6 +154,13 @@ class Interleaver:
         run.end()
         self._forget(run)
         self.log.forget(run)
+        self._report(run)
+
+    def dismiss(self, run: BlockRun) -> None:
+        """`run` is to do no more, though its request goes on. What it wrote is repeated if that is preempted."""
+        self.modes = Modes.now()
+        self._forget(run)
+        run.dismiss()
         self._report(run)
 
     def remembers(self, run: BlockRun) -> bool:
@@ -192,7 +223,7 @@ class Interleaver:
             foresight = foresee(run.program)
             run.looks_inside = run.looks_inside or foresight.source
             run.saves.at_once = foresight.changes
-        if run.step < 0 and (span.position or span.rows < run.prompt_rows):
+        if run.step < 0 and ((span.position and not run.rowwise) or span.position + span.rows < run.prompt_rows):
             run.fail(_split(run, span))
         run.position = span.position + span.replayed + span.rows
         self._present.append(run)
@@ -315,6 +346,10 @@ class Interleaver:
         if not self.waiting.get(event, True):
             del self.waiting[event]
             self._release(event)
+
+
+def _part(run: BlockRun) -> int:
+    return run.part
 
 
 def _reference(value: Any) -> str | None:

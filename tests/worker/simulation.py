@@ -98,10 +98,8 @@ class Simulation:
         params = SimpleNamespace(extra_args=None)
         block = from_function(probe) if probe is not None else None
         run = Run(Request({"prompt_token_ids": list(prompt)}, params), block)
-        if block is None:
-            run.ledger.done = True
-        else:
-            Shipment(run.key, block.payload, 1 << 30, 5.0).onto(params)
+        if block is not None:
+            Shipment((run.key,), block.payload, 1 << 30, 5.0).onto(params)
         served = Served(f"request {len(self.requests)}", list(prompt), max_tokens, stops_below, run, params)
         self.requests[served.name] = served
         return served
