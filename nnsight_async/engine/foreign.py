@@ -9,7 +9,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nnsight_async.errors import UnsupportedError
 from nnsight_async.runs import echo, failures
 from nnsight_async.runs.ledger import Ledger
 from nnsight_async.runs.run import new_key
@@ -59,6 +58,10 @@ class _Sequence:
         return error if self.tokens >= step and not (self.finished and self.tokens == step) else None
 
 
+def _nowhere(output: Any) -> None:
+    """Before anybody reads."""
+
+
 @dataclass(slots=True)
 class Foreign:
     """A request whose outputs wait for what its edits saved, and then go where vLLM's caller reads them.
@@ -72,7 +75,8 @@ class Foreign:
     over: asyncio.Event = field(default_factory=asyncio.Event)
     keys: tuple[int, ...] = ()
     error: BaseException | None = None
-    _put: Callable[[Any], None] | None = None
+    _give: Callable[[Any], None] = _nowhere
+    _collector: Any = None
     _cumulative: bool = False
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     _pending: deque[Any] = field(default_factory=deque[Any])
@@ -85,7 +89,7 @@ class Foreign:
 
     def feed(self, collector: Any, *, delta: bool) -> None:
         """`collector` is what vLLM's caller reads; its outputs come by us from here on."""
-        self._put, collector.put = collector.put, self.put
+        self._collector, self._give, collector.put = collector, collector.put, self.put
         self._cumulative = not delta
         early, collector.output = collector.output, None
         if early is not None:
@@ -162,11 +166,13 @@ class Foreign:
             if (error := sequence.failed()) is not None:
                 self.fail(error)
                 return
-        if output.finished:
-            output.saves = self._values()
-            self._end(output)
-        elif self._put is not None:
-            self._put(output)
+        if not output.finished:
+            self._give(output)
+            return
+        values = output.saves = self._values()
+        self._end(output)
+        if self._collector.output is not output:  # added to one that has not been read yet
+            self._collector.output.saves = values
 
     def _values(self) -> dict[str, Any]:
         for sequence in self._sequences.values():
@@ -181,8 +187,7 @@ class Foreign:
         self.over.set()
         for key in self.keys:
             echo.forget(key)
-        if self._put is not None:
-            self._put(last)
+        self._give(last)
 
     def _cut(self, completion: Any, beyond: int) -> None:
         completion.token_ids = list(completion.token_ids)[:-beyond]
@@ -210,13 +215,14 @@ class ForeignRequests:
     async def add(self, request_id: str, prompt: Any, params: Any, *more: Any, **options: Any) -> Any:
         """In the place of `AsyncLLM.add_request`."""
         from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
         edits = self._chosen(params) if isinstance(params, SamplingParams) else ()
         if not edits:
             return await self._add(request_id, prompt, params, *more, **options)
         if isinstance(prompt, AsyncGenerator):
-            raise UnsupportedError("a prompt that streams in cannot run edits; send it whole, or clear them")
+            raise VLLMValidationError("a prompt that streams in cannot run edits; send it whole, or clear them")
         foreign, params = Foreign(edits, params.n, self._decode), copy(params)
         Shipment(
             foreign.keys,
@@ -239,8 +245,13 @@ class ForeignRequests:
         return collector
 
     def _chosen(self, params: Any) -> Sequence[Installed]:
+        from vllm.exceptions import VLLMValidationError
+
         named = (params.extra_args or {}).get(ARGUMENT)
-        return self._edits.chosen((named,) if isinstance(named, str) else named)
+        try:
+            return self._edits.chosen((named,) if isinstance(named, str) else named)
+        except ValueError as error:  # as what vLLM's servers answer as the mistake of a request
+            raise VLLMValidationError(str(error)) from None
 
     async def _see_out(self, foreign: Foreign, request: str) -> None:
         over, stopped = (asyncio.ensure_future(event.wait()) for event in (foreign.over, foreign.stopped))
