@@ -21,7 +21,8 @@ from nnsight_async.engine.repository import check_repository
 from nnsight_async.engine.sampling import settings
 from nnsight_async.engine.settings import engine_settings
 from nnsight_async.errors import EngineClosedError, UnsupportedError
-from nnsight_async.runs.body import caller
+from nnsight_async.runs.body import caller, loop_is_running
+from nnsight_async.runs.edit import Edit, EditBody, Installed
 from nnsight_async.runs.generation import Generation
 from nnsight_async.runs.group import planned
 from nnsight_async.runs.handle import ProbeRun
@@ -230,6 +231,82 @@ class VLLM(ModelView):
         requests = [asked.on(vllm_prompt(prompt, self._chat)) for prompt in several]
         generation = Generation(self, requests, self.mode == "async")
         return generation if self.mode == "async" else generation.result()
+
+    # -- edits -----------------------------------------------------------------------------------------------------
+
+    def edit(
+        self,
+        probe: Callable[[Any, Any], object] | str | None = None,
+        *,
+        name: str | None = None,
+        rowwise: bool = False,
+    ) -> Any:
+        """`with model.edit(name) as (tracer, edit):`: install a block that every request of the engine runs.
+
+        It runs on all requests that are submitted from the end of the `with` on, whoever sends them, before their own
+        block, and after the edits that were installed before it; `edits=[names]` of a request chooses among those with
+        a name. What it saves comes with each request, as `output.saves`; what it raises ends that request alone.
+
+        Args:
+            probe: the name, or, instead of the `with`, a function `probe(model, tracer)` as the block. Then this
+                returns the `Edit`; on a model of mode "async", `await model.edit(probe)`.
+            name: the name by which requests choose the edit.
+            rowwise: whether what the block does to each row depends on that row alone. Requests that run nothing but
+                such edits share cached prefixes, if the engine caches any; a block that is not so must see its whole
+                prompt.
+
+        Raises:
+            ValueError: an edit of that name is installed.
+        """
+        if isinstance(probe, str):
+            probe, name = None, probe
+        if probe is None:
+            return EditBody(self, name, rowwise=rowwise, asynchronous=self.mode == "async")
+        installed = Installed(from_function(probe, self.owners()), name, rowwise)
+        if self.mode == "async":
+            return self._ainstalled(installed)
+        self.install(installed)
+        return Edit(self).attach(installed)
+
+    @property
+    def edits(self) -> tuple[Edit, ...]:
+        """The edits that are installed, in the order in which they run."""
+        installed = self._engine.edits.installed if self._engine is not None and not self._closed else ()
+        return tuple(Edit(self).attach(each) for each in installed)
+
+    def clear_edits(self) -> Any:
+        """End all edits, for the requests that go on too; in async mode, `await model.clear_edits()`."""
+        return self.uninstall(None)
+
+    def install(self, edit: Installed) -> None:
+        """Install an edit, building the engine first if need be."""
+        check_main_guard() if self._engine is None else None
+        engine = self._build()
+        engine.call(engine.edits.install(edit)).result()
+
+    async def ainstall(self, edit: Installed) -> None:
+        """`install`, without blocking the event loop."""
+        if self._engine is None and not self._closed:
+            check_main_guard()
+            await self._build_aside()
+        engine = self._build()
+        await asyncio.wrap_future(engine.call(engine.edits.install(edit)))
+
+    def uninstall(self, edits: Iterable[Installed] | None) -> Any:
+        """End edits (None: all); on a model of mode "async", to be awaited where an event loop runs."""
+        done: Future[None] = Future()
+        if self._engine is None or self._closed:
+            done.set_result(None)
+        else:
+            numbers = None if edits is None else [edit.number for edit in edits]
+            done = self._engine.call(self._engine.edits.clear(numbers))
+        return asyncio.wrap_future(done) if self.mode == "async" and loop_is_running() else done.result()
+
+    async def _ainstalled(self, edit: Installed) -> Edit:
+        await self.ainstall(edit)
+        return Edit(self).attach(edit)
+
+    # -- what the engine does --------------------------------------------------------------------------------------
 
     def stats(self) -> Any:
         """Counts of what runs hold now, and of what there was since the start; in async mode, `await model.stats()`.

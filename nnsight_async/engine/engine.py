@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 import tempfile
 import threading
@@ -17,8 +16,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import uvloop
 
 from nnsight_async.engine.constants import Constants
+from nnsight_async.engine.edits import Edits
 from nnsight_async.engine.feed import Feed
+from nnsight_async.engine.foreign import Foreign, ForeignRequests
 from nnsight_async.engine.inbox import Inbox
+from nnsight_async.engine.prefixes import Prefixes
 from nnsight_async.engine.start import dead_error, start_error, start_vllm
 from nnsight_async.errors import EngineClosedError, RunCancelledError
 from nnsight_async.runs.history import Buffer, SlowConsumers
@@ -71,7 +73,7 @@ class Engine:
         self._home = Path(tempfile.mkdtemp(prefix="nnsight_async-"))
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nnsight-engine", daemon=True)
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, Run | Foreign] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self._closing = False
@@ -79,6 +81,8 @@ class Engine:
         self._submitting = threading.Lock()
         self._building: Future[None] = Future()
         self._constants = Constants(self._ask, limits.constant_bytes)
+        self._prefixes = Prefixes(bool(settings.get("enable_prefix_caching")))
+        self.edits = Edits(self._ask, self._constants)
         self.llm: AsyncLLM
         self.manifest: Manifest
 
@@ -103,14 +107,17 @@ class Engine:
 
     def submit(self, run: Run) -> None:
         """Start a run; returns at once."""
-        if run.block is None:
-            run.ledger.done = True
-        else:
+        run.ride(self.edits.chosen(run.request.edits))
+        if run.has_blocks:
             limits = self._limits
-            packed = Shipment(run.key, run.block.payload, limits.save_bytes, limits.block_seconds)
-            packed.onto(run.request.params)
+            block = None if run.block is None else run.block.payload
+            edits = tuple(edit.number for edit in run.edits)
+            Shipment((run.key,), block, limits.save_bytes, limits.block_seconds, edits).onto(run.request.params)
             run.buffer = Buffer(limits.buffered_bytes, limits.slow_consumers)
-            self._keep_apart(run)
+            request = run.request
+            request.prompt = self._prefixes.apart(
+                request.prompt, request.params, run.key, run.edits, block=run.block is not None
+            )
         with self._submitting:
             if self._closing:
                 raise EngineClosedError(CLOSED)
@@ -161,6 +168,7 @@ class Engine:
             # It ends with an error when any process of the engine does (vLLM 0.32, 0.33).
             outputs: Any = self.llm.output_handler
             outputs.add_done_callback(self._die)
+            ForeignRequests(self.llm, self.edits, self._runs, self._limits, self._prefixes)
             self.manifest = Manifest.decode(await self._ask("nnsight_describe"))
             if self._renames:
                 self.manifest = self.manifest.renamed(self._renames)
@@ -247,12 +255,6 @@ class Engine:
         from vllm.v1.engine.exceptions import EngineDeadError as Dead
 
         return dead_error(self._home) if isinstance(error, Dead) or self._died.done() else error
-
-    def _keep_apart(self, run: Run) -> None:
-        """A run with a block neither reads cached prefixes nor leaves its own for others."""
-        if self._settings.get("enable_prefix_caching"):
-            run.request.params.skip_reading_prefix_cache = True
-            run.request.prompt["cache_salt"] = f"nnsight-{os.getpid()}-{run.key}"
 
     async def _shut_down(self) -> None:
         for run in list(self._runs.values()):

@@ -32,7 +32,8 @@ class Feed:
         """Hand the request to vLLM; `ValueError` for one that it refuses."""
         request, self._llm = self._run.request, llm
         with refusals():
-            collector: Any = await llm.add_request(
+            collector: Any = await type(llm).add_request(  # not the one that is for requests from elsewhere
+                llm,
                 f"nnsight-{self._run.key}",
                 request.prompt,
                 request.params,

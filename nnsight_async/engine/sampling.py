@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -14,10 +14,10 @@ from nnsight_async.errors import UnsupportedError
 from nnsight_async.runs.request import Request
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Iterable
 
 ALIASES = {"max_new_tokens": "max_tokens"}
-LATER = ("edits", "serve", "api_key")
+LATER = ("serve", "api_key")
 OBJECTS = ("extra_args", "output_kind", "prompt_logprob_token_ids", "repetition_detection", "structured_outputs")
 
 
@@ -28,7 +28,19 @@ def settings(given: Mapping[str, Any], what: str) -> Request:
         if sampling.pop(name, None) is not None:
             raise UnsupportedError(f"{name}= is not supported yet")
     lora, priority = sampling.pop("lora_request", None), sampling.pop("priority", 0)
-    return Request(None, sampling_params(sampling, what=what), lora, priority)
+    edits = _names(sampling.pop("edits", None))
+    return Request(None, sampling_params(sampling, what=what), lora, edits, priority)
+
+
+def _names(edits: Any) -> tuple[str, ...] | None:
+    """The names in `edits=[...]`; `TypeError` for what holds anything else."""
+    if edits is None:
+        return None
+    if isinstance(edits, (list, tuple, set, frozenset)):
+        names = tuple(cast("Iterable[Any]", edits))
+        if all(isinstance(name, str) for name in names):
+            return names
+    raise TypeError(f"edits={edits!r}: a list of the names of edits is expected, such as edits=['calmer']")
 
 
 def sampling_params(given: Mapping[str, Any], *, what: str = "trace()") -> Any:

@@ -65,9 +65,20 @@ class BlockRun:
     """A block and where it stands. It is the `BlockContext` of the code that runs in its greenlet."""
 
     def __init__(
-        self, key: int, interleaver: Interleaver, prompt_rows: int, budget: int = 1 << 30, timeout: float = 60.0
+        self,
+        key: int,
+        interleaver: Interleaver,
+        prompt_rows: int,
+        budget: int = 1 << 30,
+        timeout: float = 60.0,
+        *,
+        part: int = 0,
     ) -> None:
         self.key = key
+        self.part = part
+        """Which of the blocks of its request this is; in one place, they have their turns in this order."""
+        self.rowwise = False
+        """Whether rows whose keys and values are cached already may be kept from it."""
         self.console = Console()
         self.program: Program | None = None
         self.tracer = Tracer(self)
@@ -140,6 +151,11 @@ class BlockRun:
             else:
                 self.throw(GenerationEndedError(f"{self.waits} was asked for after the last step of the generation"))
         self.kill()
+
+    def dismiss(self) -> None:
+        """Do no more in any step, without an error."""
+        self.kill()
+        self.ended = True
 
     def kill(self) -> None:
         """Unwind the block without letting it go on."""

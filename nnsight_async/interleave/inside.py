@@ -19,7 +19,8 @@ Names = Mapping[str, Operation]
 class Listener(Protocol):
     """What is told of values that pass, and of operations that turn out not to be there."""
 
-    waiting: dict[Location, Any]
+    @property
+    def waiting(self) -> Mapping[Location, Any]: ...
 
     def fire(self, event: Location, value: Any) -> Any: ...
     def refuse(self, event: Location, error: Exception) -> None: ...

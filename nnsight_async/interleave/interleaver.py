@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ from nnsight_async.interleave.order import Order
 from nnsight_async.interleave.rows import Batch, Slab, Span, Written
 from nnsight_async.interleave.sites import Sites
 from nnsight_async.interleave.visit import Visit
+from nnsight_async.interleave.waiting import Waiting
 from nnsight_async.interleave.watchdog import Watchdog
 from nnsight_async.interleave.writes import WriteLog
 
@@ -48,11 +50,12 @@ class Interleaver:
     ) -> None:
         self.order = order
         self.model = model
-        self.waiting: dict[Location, list[BlockRun]] = {}
-        self.sites = Sites(root, self)
+        self.waiting = Waiting()
+        self.sites = self.waiting.sites = Sites(root, self)
         self._report = report
         self._aliases = aliases or {}
         self._present: list[BlockRun] = []
+        self._stacked = False
         self._batch = Batch(0, False)
         self._spans: Mapping[BlockRun, Span] = {}
         self.limits = limits or Limits()
@@ -66,15 +69,19 @@ class Interleaver:
 
     # -- driven by the worker --------------------------------------------------------------------------------------
 
-    def begin_step(self, spans: Mapping[BlockRun, Span], batch: Batch) -> None:
-        """A forward pass over `batch` begins; `spans` says where the rows of each live run lie in it."""
+    def begin_step(self, spans: Mapping[BlockRun, Span], batch: Batch, *, stacked: bool = False) -> None:
+        """A forward pass over `batch` begins; `spans` says where the rows of each live run lie in it.
+
+        `stacked`: some runs are of the same request, and have the same rows.
+        """
         if self._present:
             self.end_step()
+        self._stacked = stacked
         self._batch, self._spans, self.modes = batch, spans, Modes.now()
         for run, span in spans.items():
             if span.replayed:
                 for event in self.log.replay(run, span):
-                    self._want(event)
+                    self.waiting.want(event)
             if span.rows and not run.over:
                 for cache in run.caches:
                     self.collect(run, cache, -1)
@@ -89,34 +96,52 @@ class Interleaver:
         if self.running:
             return value
         self.modes = Modes.now()
-        runs = self._leave(event)
-        slab = Slab(value, self._batch, event, [self._spans[run] for run in runs])
+        runs = self.waiting.leave(event)
         replaying = self.log.replaying(event)
+        rounds = self._rounds(runs) if self._stacked else [runs]
+        slab = Slab(value, self._batch, event, [self._spans[run] for run in rounds[0]])
         for run in replaying:
             self._replay(run, event, slab)
-        for run in runs:
-            self._visit(run, event, slab)
-        written = self._written(slab, runs, replaying)
+        value = self._let_visit(rounds[0], event, slab, replaying)
+        for others in rounds[1:]:
+            slab = Slab(value, self._batch, event, [self._spans[run] for run in others])
+            value = self._let_visit(others, event, slab)
         collecting = self._collecting.get(event, ())
         for run, cache in collecting:
             self._store(run, cache, event, slab)
         if collecting or replaying:
-            self._want(event)
-        return written
+            self.waiting.want(event)
+        return value
+
+    def _rounds(self, runs: list[BlockRun]) -> list[list[BlockRun]]:
+        """Runs of the same request one after the other: each sees what those before it have written."""
+        rounds: list[list[BlockRun]] = [[]]
+        before: Counter[int] = Counter()
+        for run in sorted(runs, key=_part):
+            number = before[self._spans[run].start]
+            before[self._spans[run].start] += 1
+            rounds += [[] for _ in range(number + 1 - len(rounds))]
+            rounds[number].append(run)
+        return rounds
+
+    def _let_visit(self, runs: list[BlockRun], event: Location, slab: Slab, replaying: Iterable[BlockRun] = ()) -> Any:
+        for run in runs:
+            self._visit(run, event, slab)
+        return self._written(slab, runs, replaying)
 
     def refuse(self, event: Location, error: Exception) -> None:
         """What is called in the forward pass now turns out not to have `event`."""
         if not self.running:
             self.modes = Modes.now()
-            for run in self._leave(event):
+            for run in self.waiting.leave(event):
                 run.throw(error)
-                self._enlist(run)
+                self.waiting.enlist(run)
 
     def end_step(self) -> None:
         """The forward pass and the sampling are over."""
         self.modes = Modes.now()
         for event in {*self.log.finish(), *self._collecting}:
-            self._drop(event)
+            self.waiting.drop(event)
         self._collecting.clear()
         for run in self._present:
             self._settle(run)
@@ -126,10 +151,17 @@ class Interleaver:
     def end(self, run: BlockRun) -> None:
         """The request of `run` is over."""
         self.modes = Modes.now()
-        self._forget(run)
+        self.waiting.forget(run)
         run.end()
-        self._forget(run)
+        self.waiting.forget(run)
         self.log.forget(run)
+        self._report(run)
+
+    def dismiss(self, run: BlockRun) -> None:
+        """`run` is to do no more, though its request goes on. What it wrote is repeated if that is preempted."""
+        self.modes = Modes.now()
+        self.waiting.forget(run)
+        run.dismiss()
         self._report(run)
 
     def remembers(self, run: BlockRun) -> bool:
@@ -141,7 +173,7 @@ class Interleaver:
         for event in cache.events:
             if self.order.after(event, clock) is not None:
                 self._collecting.setdefault(event, []).append((run, cache))
-                self._want(event)
+                self.waiting.want(event)
 
     # -- asked by blocks -------------------------------------------------------------------------------------------
 
@@ -192,12 +224,12 @@ class Interleaver:
             foresight = foresee(run.program)
             run.looks_inside = run.looks_inside or foresight.source
             run.saves.at_once = foresight.changes
-        if run.step < 0 and (span.position or span.rows < run.prompt_rows):
+        if run.step < 0 and ((span.position and not run.rowwise) or span.position + span.rows < run.prompt_rows):
             run.fail(_split(run, span))
         run.position = span.position + span.replayed + span.rows
         self._present.append(run)
         run.begin()
-        self._enlist(run)
+        self.waiting.enlist(run)
 
     def _visit(self, run: BlockRun, event: Location, slab: Slab) -> None:
         span = self._spans[run]
@@ -209,7 +241,7 @@ class Interleaver:
         visit = run.visit = Visit(event, slab, span)
         run.resume()
         self._commit(run, visit)
-        self._enlist(run)
+        self.waiting.enlist(run)
 
     def _replay(self, run: BlockRun, event: Location, slab: Slab) -> None:
         try:
@@ -256,7 +288,7 @@ class Interleaver:
         except Exception as error:  # out of memory: nothing is written, and the runs that wrote end
             wrote = (run for run in runs if run.visit is not None and run.visit.wrote)
             for run in {*wrote, *replaying}:
-                self._forget(run)
+                self.waiting.forget(run)
                 run.fail(error)
             return before
 
@@ -266,55 +298,19 @@ class Interleaver:
             if run.finished or not isinstance(run.waits, Location):
                 return
             event = run.waits
-            self._forget(run)
+            self.waiting.forget(run)
             error = NotComputedError(
                 f"{event} did not come in step {run.step}: the forward pass ended without it after the last location "
                 "that this block had read (it lies before that one, or the model did not come to it in this step)"
             )
             run.throw(error)
-            self._enlist(run)
-        self._forget(run)
+            self.waiting.enlist(run)
+        self.waiting.forget(run)
         run.kill()
 
-    # -- who waits where -------------------------------------------------------------------------------------------
 
-    def _enlist(self, run: BlockRun) -> None:
-        if isinstance(run.waits, Location) and not run.finished:
-            self._want(run.waits).append(run)
-            if run.looks_inside:
-                self.sites.watch(run.waits)
-
-    def _leave(self, event: Location) -> list[BlockRun]:
-        runs = self.waiting.pop(event)
-        for run in runs:
-            if run.looks_inside:
-                self.sites.rest(event)
-        self._release(event)
-        return runs
-
-    def _want(self, event: Location) -> list[BlockRun]:
-        runs = self.waiting.get(event)
-        if runs is None:
-            runs = self.waiting[event] = []
-            if event.in_model:
-                self.sites.want(event)
-        return runs
-
-    def _release(self, event: Location) -> None:
-        if event.in_model:
-            self.sites.release(event)
-
-    def _forget(self, run: BlockRun) -> None:
-        if isinstance(run.waits, Location) and run in self.waiting.get(run.waits, ()):
-            self.waiting[run.waits].remove(run)
-            if run.looks_inside:
-                self.sites.rest(run.waits)
-            self._drop(run.waits)
-
-    def _drop(self, event: Location) -> None:
-        if not self.waiting.get(event, True):
-            del self.waiting[event]
-            self._release(event)
+def _part(run: BlockRun) -> int:
+    return run.part
 
 
 def _reference(value: Any) -> str | None:

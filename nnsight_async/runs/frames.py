@@ -20,6 +20,7 @@ class Frame(msgspec.Struct, array_like=True):
     asked for the request to end here, `ended` that the entries were saved after the last step, and `error` holds what
     it raised (see `failures`). `printed` is what it printed, `warned` what it warned of: category, message, file, line.
     An entry has a name, an operation and a packed value; all together took `size` bytes of the run's budget.
+    `part` says which of the blocks of the request it comes from: its edits in their order, and then its own.
     """
 
     key: int
@@ -32,6 +33,7 @@ class Frame(msgspec.Struct, array_like=True):
     printed: str = ""
     warned: list[tuple[str, str, str, int]] = []
     size: int = 0
+    part: int = 0
 
 
 class Message(msgspec.Struct, array_like=True):

@@ -2,41 +2,65 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+from nnsight_async.errors import SaveError
 from nnsight_async.runs.frames import Frame
 
 Entry = tuple[str, str, Any]
 
+DONE = sys.maxsize
+
 
 class Ledger:
-    """Files what frames bring, and keeps the value of every name as of the last step that was let out."""
+    """Files what frames bring, and keeps the value of every name as of the last step that was let out.
 
-    def __init__(self) -> None:
+    `parts` are the blocks of the request, as an error calls them: each sends frames of its own, and a name is of one.
+    """
+
+    def __init__(self, parts: Sequence[str] = ("the block",)) -> None:
         self.values: dict[str, Any] = {}
         self.through = -1
-        self.done = False
         self.stopped_at: int | None = None
+        self._parts = parts
+        self._reached = [-1] * len(parts)
+        self._open = len(parts)
+        self._owners: dict[str, int] = {}
         self._filed: dict[int, list[Entry]] = {}
         self._sizes: Counter[int] = Counter()
         self._closing: list[Entry] = []
 
+    @property
+    def done(self) -> bool:
+        """Whether no block has anything more to say."""
+        return not self._open
+
     def file(self, frame: Frame) -> None:
-        """Take a frame in."""
+        """Take a frame in; `SaveError` where two blocks of the request save the same name."""
+        for name, _, _ in frame.entries:
+            if self._owners.setdefault(name, frame.part) != frame.part:
+                raise SaveError(self._taken(name, frame.part))
         if frame.ended:
             self._closing += frame.entries
         elif frame.entries:
             self._filed.setdefault(frame.step, []).extend(frame.entries)
             self._sizes[frame.step] += frame.size
         self.through = max(self.through, frame.step)
-        self.done = self.done or frame.done
+        reached = self._reached[frame.part]
+        if frame.done and reached != DONE:
+            self._reached[frame.part] = DONE
+            self._open -= 1
+        elif not frame.done:
+            self._reached[frame.part] = max(reached, frame.step)
         if frame.stopped:
             self.stopped_at = frame.step
 
     def holds(self, step: int) -> bool:
         """Whether all that `step` will save has come."""
-        return self.done or step <= self.through
+        return not self._open or step <= min(self._reached)
 
     def let_out(self, step: int) -> tuple[dict[str, Any], int]:
         """Apply the entries of `step`; returns the values that it saved, and the bytes that came for them."""
@@ -47,6 +71,12 @@ class Ledger:
         self._filed.clear()
         closing, self._closing = self._closing, []
         return self._apply(closing)
+
+    def _taken(self, name: str, part: int) -> str:
+        return (
+            f"{self._parts[part]} saves {name!r}, and {self._parts[self._owners[name]]} does too: give one of them "
+            "another name, or leave the edit out of this request with edits=[...]"
+        )
 
     def _apply(self, entries: list[Entry] | tuple[()]) -> dict[str, Any]:
         for name, operation, value in entries:

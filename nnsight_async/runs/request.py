@@ -11,12 +11,14 @@ from typing import Any
 class Request:
     """A prompt in one of vLLM's forms, its sampling parameters, and what else `AsyncLLM.generate` takes.
 
-    `invoke` and `sequence` number it among those that belong together.
+    `edits` chooses among those of the engine (None: all). `invoke` and `sequence` number it among those that belong
+    together.
     """
 
     prompt: Any
     params: Any
     lora: Any = None
+    edits: tuple[str, ...] | None = None
     priority: int = 0
     invoke: int = 0
     sequence: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from threading import RLock
@@ -20,10 +20,14 @@ from nnsight_async.runs.unheard import Hearing
 
 if TYPE_CHECKING:
     from nnsight_async.capture.block import Block
+    from nnsight_async.runs.edit import Installed
     from nnsight_async.runs.frames import Frame
     from nnsight_async.runs.request import Request
 
-_keys = count(1)
+new_key = count(1).__next__
+"""A number that no other request has, by which its frames find it."""
+
+OWN = ("the block",)
 _Drawn = tuple[int, str, float | None, str | None]
 """A token that waits for its step: id, text, logprob, finish reason."""
 
@@ -47,10 +51,11 @@ class Run(Job):
 
     def __init__(self, request: Request, block: Block | None = None, hearing: Hearing | None = None) -> None:
         super().__init__(block.names if block is not None else ())
-        self.key = next(_keys)
+        self.key = new_key()
         self.request = request
         self.block = block
-        self.ledger = Ledger()
+        self.edits: Sequence[Installed] = ()
+        self.ledger = Ledger(OWN if block is not None else ())
         self.buffer = Buffer()
         self.output: Any = None
         self.error: BaseException | None = None
@@ -64,6 +69,16 @@ class Run(Job):
         self._lock = RLock()
         self._hearing = hearing or Hearing()
         self._warned: list[echo.Warned] = []
+
+    def ride(self, edits: Sequence[Installed]) -> None:
+        """The request runs these edits, before its own block."""
+        self.edits = edits
+        self.ledger = Ledger([*map(str, edits), *(OWN if self.block is not None else ())])
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether any code of ours runs in the request."""
+        return self.block is not None or bool(self.edits)
 
     # -- fed by the engine's loop ----------------------------------------------------------------------------------
 
@@ -95,7 +110,7 @@ class Run(Job):
             self._warned += frame.warned
             self.ledger.file(frame)
             if frame.error is not None and self._failure is None:
-                error = failures.unpack(frame.error, self._beginning)
+                error = failures.unpack(frame.error, self._beginning(frame.part))
                 error.add_note(f"prompt: {failures.describe(self.request.prompt)}")
                 self._failure = _Failure(None if frame.ended else frame.step, error)
             self._advance()
@@ -154,7 +169,7 @@ class Run(Job):
             return
         if self._failure is not None and self._has_failed():
             self.fail(self._failure.error)
-        elif self._is_stopped():
+        elif self._is_stopped() and self.ledger.done:
             self._stop()
         elif self._finished and not self._pending and self.ledger.done:
             self._settle()
@@ -179,10 +194,9 @@ class Run(Job):
                 break
             self.buffer.drop(step)
 
-    @property
-    def _beginning(self) -> failures.Place | None:
+    def _beginning(self, part: int) -> failures.Place | None:
         """The line of the block's `with` or `def`."""
-        block = self.block
+        block = self.edits[part].block if part < len(self.edits) else self.block
         return None if block is None or not block.first_line else (block.filename, block.first_line, block.function)
 
     def _was_aborted(self) -> bool:

@@ -1,4 +1,4 @@
-"""What travels to the worker inside a request: the block, the run's key, its limits."""
+"""What travels to the worker inside a request: the block, the edits that it runs, the run's key, its limits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ class _Params(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """A block on its way. vLLM carries `bytes` in `extra_args` whole (0.32, 0.33)."""
+    """A block on its way, or the numbers of edits alone. vLLM carries `bytes` in `extra_args` whole (0.32, 0.33).
 
-    run: int
-    block: bytes
+    vLLM makes as many requests of it as it has `runs`, the keys of the runs in their order.
+    """
+
+    runs: tuple[int, ...]
+    block: bytes | None
     budget: int
     timeout: float
+    edits: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, params: _Params | None) -> Shipment | None:
@@ -30,4 +34,5 @@ class Shipment:
 
     def onto(self, params: _Params) -> None:
         """Put the shipment on sampling parameters, beside what else is there."""
-        params.extra_args = {**(params.extra_args or {}), KEY: [self.run, self.block, self.budget, self.timeout]}
+        packed = [self.runs, self.block, self.budget, self.timeout, self.edits]
+        params.extra_args = {**(params.extra_args or {}), KEY: packed}

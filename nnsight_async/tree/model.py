@@ -11,12 +11,14 @@ from nnsight_async.interleave.tracer import ELSEWHERE, NOT_HERE
 from nnsight_async.tree.envoy import ANOTHER_MODEL, Envoy
 from nnsight_async.tree.names import missing, similar
 
-_STARTING = frozenset({"trace", "run", "map", "generate"})
+_STARTING = frozenset({"trace", "run", "map", "generate", "edit"})
 _NESTED = (
     "is that of one request and runs around its forward passes: start the other run before or after it, or write `with "
     "model.trace() as tracer:` without a prompt, and in its body, side by side, `with tracer.invoke(prompt):` for each"
 )
-_OF_THE_CALLER = frozenset({"aclose", "close", "dispatch", "dispatched", "mode", "repo", "stats", "taps", "tokenizer"})
+_OF_THE_CALLER = frozenset(
+    {"aclose", "clear_edits", "close", "dispatch", "dispatched", "edits", "mode", "repo", "stats", "taps", "tokenizer"}
+)
 _ABOVE = "bind what you need of it to a name above the block, such as `{0} = model.{0}`"
 
 

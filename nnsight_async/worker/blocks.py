@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nnsight_async.capture.load import load
-from nnsight_async.interleave.block import BlockRun
+from nnsight_async.interleave.block import BlockRun, Program
 from nnsight_async.interleave.interleaver import Interleaver
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
 from nnsight_async.interleave.rows import Batch, Span
@@ -15,7 +16,7 @@ from nnsight_async.runs.shipment import Shipment
 from nnsight_async.worker.constants import Constants
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
@@ -26,8 +27,16 @@ if TYPE_CHECKING:
     from nnsight_async.worker.recycling import Recycling
 
 
+class Edit(NamedTuple):
+    """A block that many requests run. Each loads it for itself, so that nothing is shared through it."""
+
+    payload: bytes
+    rowwise: bool
+
+
 class Blocks:
-    """Blocks by vLLM request id. Requests without a block cost one dictionary look-up per step at most."""
+    """Blocks by vLLM request id: of each request its edits, and its own. Requests without any cost one dictionary
+    look-up per step at most."""
 
     def __init__(self, interleaver: Interleaver, outbox: Outbox, device: torch.device, recycling: Recycling) -> None:
         self.interleaver = interleaver
@@ -35,7 +44,10 @@ class Blocks:
         self._outbox = outbox
         self._recycling = recycling
         self._device = device if device.type != "cpu" else None
-        self._runs: dict[str, BlockRun] = {}
+        self._edits: dict[int, Edit] = {}
+        self._edited_by: dict[BlockRun, int] = {}
+        self._runs: dict[str, tuple[BlockRun, ...]] = {}
+        self._sequences: Counter[int] = Counter()
         self._rows: dict[BlockRun, int] = {}
         self._scheduled: dict[BlockRun, int] = {}
         """All runs of a step, those whose block has ended too, and their rows in what is sampled from."""
@@ -46,7 +58,26 @@ class Blocks:
     @property
     def live(self) -> int:
         """How many runs have state here."""
-        return len(self._runs)
+        return sum(map(len, self._runs.values()))
+
+    @property
+    def edits(self) -> int:
+        """How many edits are installed."""
+        return len(self._edits)
+
+    def install(self, number: int, edit: Edit) -> None:
+        """Have an edit, for requests that say that they run it; raises what loading its block does."""
+        self._load(BlockRun(0, self.interleaver, 0), edit.payload)
+        self._edits[number] = edit
+
+    def clear(self, numbers: Sequence[int]) -> None:
+        """End edits, in the requests that run them now too."""
+        for number in numbers:
+            self._edits.pop(number, None)
+        with torch.inference_mode():
+            for run in [run for run, number in self._edited_by.items() if number in numbers and not run.over]:
+                self.interleaver.dismiss(run)
+        self._outbox.flush()
 
     def schedule(self, scheduled: SchedulerOutput) -> None:
         """Take in the requests that arrive with a step and let go of those that are over."""
@@ -66,19 +97,20 @@ class Blocks:
         self._rows.clear()
         count = len(step.requests)
         starts, computed = list(map(int, step.starts[: count + 1])), list(map(int, step.computed[:count]))
+        stacked = False
         for index, request in enumerate(step.requests):
-            run = self._runs.get(request)
-            if run is None:
-                continue
-            self._scheduled[run] = index
-            if not run.over or self.interleaver.remembers(run):
-                span = _span(run, starts[index], starts[index + 1], computed[index])
-                if span.replayed or not run.over:
-                    spans[run] = span
-                    self._rows[run] = index
+            runs = self._runs.get(request, ())
+            stacked = stacked or len(runs) > 1
+            for run in runs:
+                self._scheduled[run] = index
+                if not run.over or self.interleaver.remembers(run):
+                    span = _span(run, starts[index], starts[index + 1], computed[index])
+                    if span.replayed or not run.over:
+                        spans[run] = span
+                        self._rows[run] = index
         self._requests = count
         if spans:
-            self.interleaver.begin_step(spans, Batch(step.rows, self._requests > 1))
+            self.interleaver.begin_step(spans, Batch(step.rows, self._requests > 1), stacked=stacked)
 
     def begin_sampling(self) -> None:
         """The hidden states of the last tokens are about to become logits: one row per request."""
@@ -89,7 +121,7 @@ class Blocks:
     def logits(self, logits: Any) -> Any:
         logits = self._fire(LOGITS, logits)
         if self._scheduled:
-            make_drawable(logits, [row for run, row in self._scheduled.items() if run.wrote])
+            make_drawable(logits, dict.fromkeys(row for run, row in self._scheduled.items() if run.wrote))
         return logits
 
     def samples(self, samples: Any) -> Any:
@@ -98,9 +130,19 @@ class Blocks:
     def end_step(self) -> None:
         if self._rows:
             self.steps += 1
+            stopped = [run.key for run in self._rows if run.stopped]
             self._rows.clear()
             self.interleaver.end_step()
+            if stopped:
+                self._end_beside(stopped)
             self._outbox.flush()
+
+    def _end_beside(self, stopped: Sequence[int]) -> None:
+        """A block that stops its request ends the generation for the others of the request."""
+        for runs in self._runs.values():
+            for run in runs:
+                if run.key in stopped and not run.over:
+                    self.interleaver.end(run)
 
     def _fire(self, event: Location, value: Any) -> Any:
         return self.interleaver.fire(event, value) if event in self.interleaver.waiting else value
@@ -110,26 +152,52 @@ class Blocks:
         shipped = Shipment.of(request.sampling_params)
         if shipped is None:
             return False
-        run = BlockRun(shipped.run, self.interleaver, _prompt_rows(request), shipped.budget, shipped.timeout)
-        self._runs[request.req_id] = run
+        key, rows = self._key(shipped.runs), _prompt_rows(request)
+        runs: list[BlockRun] = []
+        for number in (*shipped.edits, *(() if shipped.block is None else (None,))):
+            run = BlockRun(key, self.interleaver, rows, shipped.budget, shipped.timeout, part=len(runs))
+            runs.append(run)
+            if number is None:
+                self._begin(run, shipped.block)
+            elif (edit := self._edits.get(number)) is None:
+                self.interleaver.dismiss(run)  # cleared while the request was on its way
+            else:
+                self._edited_by[run], run.rowwise = number, edit.rowwise
+                self._begin(run, edit.payload)
+        self._runs[request.req_id] = tuple(runs)
+        self._outbox.flush()  # what could not begin
+        return True
+
+    def _key(self, keys: Sequence[int]) -> int:
+        """Of the requests that vLLM makes of one, in their order."""
+        if len(keys) == 1:
+            return keys[0]
+        number = self._sequences[keys[0]]
+        self._sequences[keys[0]] += 1
+        if number == len(keys) - 1:
+            del self._sequences[keys[0]]
+        return keys[number]
+
+    def _begin(self, run: BlockRun, block: bytes | None) -> None:
         try:
-            run.program = load(
-                shipped.block, lambda reference: self._resolve(run, reference), self._device, self.constants.own
-            )
+            run.program = self._load(run, block or b"")
         except BaseException as error:
             run.fail(error)
             self._outbox.report(run)
-            self._outbox.flush()
-        return True
+
+    def _load(self, run: BlockRun, block: bytes) -> Program:
+        return load(block, lambda reference: self._resolve(run, reference), self._device, self.constants.own)
 
     def _part(self, finished: Iterable[str]) -> None:
         for request in finished:
-            run = self._runs.pop(request, None)
-            if run is not None:
+            runs = self._runs.pop(request, ())
+            if runs:
                 with torch.inference_mode():  # as in the steps, or their tensors could not be changed in place any more
-                    self.interleaver.end(run)
+                    for run in runs:
+                        self._edited_by.pop(run, None)
+                        self.interleaver.end(run)
                 self._outbox.flush()
-                self._recycling.part(request, run)
+                self._recycling.part(request, runs)
 
     def _resolve(self, run: BlockRun, reference: tuple[str, ...]) -> object:
         match reference:
@@ -166,7 +234,7 @@ def _source_at(envoy: Envoy, operation: str) -> Source:
     return source
 
 
-def make_drawable(logits: torch.Tensor, rows: list[int]) -> None:
+def make_drawable(logits: torch.Tensor, rows: Iterable[int]) -> None:
     """Have the sampler find a token in these rows, in place.
 
     From a row of NaN vLLM's kernels draw ids that do not exist (0.33), and the look-up of such an id ends the engine.

@@ -52,7 +52,7 @@ class Outbox:
             entries = []
         printed, warned = run.console.take()
         frame = Frame(run.key, run.step, entries, run.over, run.stopped, run.ended, failure, printed, warned)
-        frame.size = run.saves.spent - spent
+        frame.size, frame.part = run.saves.spent - spent, run.part
         self._frames.append(frame)
 
     def flush(self) -> None:

@@ -28,12 +28,12 @@ class Recycling:
         self._held: dict[str, list[int]] = {}
         self._edited: set[int] = set()
 
-    def hand_over(self, scheduled: SchedulerOutput, runs: Mapping[str, BlockRun]) -> None:
+    def hand_over(self, scheduled: SchedulerOutput, runs: Mapping[str, Sequence[BlockRun]]) -> None:
         """Look at the blocks that a step gives out, before its forward pass; `runs` are those that are still known."""
         if not runs and not self._edited:
             return
-        for request, run in runs.items():
-            if run.wrote:
+        for request, blocks in runs.items():
+            if any(run.wrote for run in blocks):
                 self._edited.update(self._held.pop(request, ()))
         given = list(self._given(scheduled))
         if self._edited:
@@ -46,10 +46,10 @@ class Recycling:
         """A run with a block has come with this step."""
         self._held[request.req_id] = self._unread(request.block_ids, request.num_computed_tokens)
 
-    def part(self, request: str, run: BlockRun) -> None:
-        """A run has ended; what it has edited stays marked until it is handed on."""
+    def part(self, request: str, runs: Sequence[BlockRun]) -> None:
+        """A request has ended; what its blocks have edited stays marked until it is handed on."""
         held = self._held.pop(request, ())
-        if run.wrote:
+        if any(run.wrote for run in runs):
             self._edited.update(held)
 
     def _given(self, scheduled: SchedulerOutput) -> Iterator[tuple[str, list[int]]]:

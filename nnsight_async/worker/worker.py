@@ -10,11 +10,12 @@ import vllm
 from nnsight_async.interleave.console import keep_warnings
 from nnsight_async.interleave.interleaver import Interleaver, Limits
 from nnsight_async.interleave.order import Order
+from nnsight_async.runs import failures
 from nnsight_async.tree.describe import describe
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
 from nnsight_async.tree.record import record
-from nnsight_async.worker.blocks import Blocks
+from nnsight_async.worker.blocks import Blocks, Edit
 from nnsight_async.worker.entries import around
 from nnsight_async.worker.last_words import HOME, spoken
 from nnsight_async.worker.outbox import Outbox
@@ -92,12 +93,25 @@ class BlockWorker:
         """Let go of constants; blocks that run have their own."""
         self.nnsight_blocks.constants.drop(digests)
 
+    def nnsight_install(self, number: int, payload: bytes, rowwise: bool) -> bytes | None:
+        """Have an edit; returns the error of its block that cannot be loaded, packed."""
+        try:
+            self.nnsight_blocks.install(number, Edit(payload, rowwise))
+        except BaseException as error:
+            return failures.pack(error, "while the edit was loaded in the worker")
+        return None
+
+    def nnsight_clear(self, numbers: list[int]) -> None:
+        """End edits; when this returns, no request runs them any more."""
+        self.nnsight_blocks.clear(numbers)
+
     def nnsight_counts(self) -> dict[str, Any]:
         """What blocks hold in this worker now, and what they have taken so far."""
         interleaver = self.nnsight_blocks.interleaver
         return {
             "runner": self.nnsight_runner,
             "runs": self.nnsight_blocks.live,
+            "edits": self.nnsight_blocks.edits,
             "waiting": len(interleaver.waiting),
             "entered": interleaver.sites.entered,
             "watched": interleaver.sites.inside.watched,

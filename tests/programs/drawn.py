@@ -13,7 +13,10 @@ from tests.programs.program import AFTER, FIRST_ID, FORCES, LAYERS, SKIPPED, WIT
 
 @dataclass(frozen=True)
 class Task:
-    """One request: when it joins (after so many tokens of an earlier one), what it does, and when its caller leaves."""
+    """One request: when it joins (after so many tokens of an earlier one), what it does, and when its caller leaves.
+
+    `edit` is a program that runs on it before its own.
+    """
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -22,6 +25,7 @@ class Task:
     leaves: int | None = None
     seed: int | None = None
     stops_below: int = 0
+    edit: Program | None = None
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -44,7 +48,8 @@ class Task:
         if self.stops_below:
             words.append(f"stops at ids below {self.stops_below}")
         body = "no block" if self.program is None else str(self.program)
-        return "\n    ".join([", ".join(words), *body.splitlines()])
+        edited = [] if self.edit is None else ["edited by", *str(self.edit).splitlines(), "and then"]
+        return "\n    ".join([", ".join(words), *edited, *body.splitlines()])
 
 
 EDITS = ("add", "scale", "row", "replace", "constant", "carry", "halves")
@@ -104,9 +109,12 @@ def programs(longest: int) -> st.SearchStrategy[Program]:
 
 
 def batches(
-    *, requests: tuple[int, int], rows: tuple[int, int], tokens: tuple[int, int]
+    *, requests: tuple[int, int], rows: tuple[int, int], tokens: tuple[int, int], edits: bool = False
 ) -> st.SearchStrategy[tuple[Task, ...]]:
-    """From so many requests to so many, with from so many rows in a prompt to so many, and tokens drawn."""
+    """From so many requests to so many, with from so many rows in a prompt to so many, and tokens drawn.
+
+    `edits`: some of them have an edit.
+    """
     fewest, most = requests
     longest = tokens[1]
     task = st.builds(
@@ -118,6 +126,7 @@ def batches(
         leaves=weighted((3, st.none()), (1, st.integers(1, longest))),
         seed=weighted((3, st.none()), (1, NUMBERS)),
         stops_below=weighted((4, st.just(0)), (1, st.just(64))),
+        edit=weighted((1, st.none()), (1, programs(longest))) if edits else st.none(),
     )
     return st.lists(task.map(_knowable), min_size=fewest, max_size=most).map(_joining_earlier_ones)
 

@@ -154,24 +154,24 @@ class Memory:
         self.carried[tuple(value.shape[1:])] = value[-1]
 
 
-def block_of(program: Program, prompt_rows: int) -> Callable[[Any, Any], None]:
-    """The program as a function that can be given to `model.run`."""
+def block_of(program: Program, prompt_rows: int, prefix: str = "") -> Callable[[Any, Any], None]:
+    """The program as a function that can be given to `model.run`; `prefix` begins the names under which it saves."""
 
     def probe(model: Any, tracer: Any) -> None:
         memory, seen = Memory(), 0
-        kept, landed = tracer.save([], "kept"), tracer.save([], "landed")
+        kept, landed = tracer.save([], f"{prefix}kept"), tracer.save([], f"{prefix}landed")
         if program.cached:
-            tracer.save(tracer.cache([model.model.layers[layer] for layer in program.cached]), "cache")
+            tracer.save(tracer.cache([model.model.layers[layer] for layer in program.cached]), f"{prefix}cache")
         for at, loop in enumerate(program.loops):
             for step in [0] if loop.steps is None else tracer.iter[loop.subscript]:
                 seen += 1
                 for number, op in enumerate(loop.body):
                     if memory.lets(op, step):
                         turn = Turn(op, model, tracer, memory, kept, landed, 1 if step else prompt_rows)
-                        turn.perform(f"read {at}.{number}")
+                        turn.perform(f"{prefix}read {at}.{number}")
                 if program.looks_at_tokens:
                     memory.token = int(model.samples)
-        tracer.save(seen, "seen")
+        tracer.save(seen, f"{prefix}seen")
 
     return probe
 

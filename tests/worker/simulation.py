@@ -13,6 +13,7 @@ from vllm import CompletionOutput, RequestOutput
 from nnsight_async.capture.function import from_function
 from nnsight_async.interleave.interleaver import Interleaver, Limits
 from nnsight_async.runs import frames
+from nnsight_async.runs.edit import Installed
 from nnsight_async.runs.frames import Frame, Message
 from nnsight_async.runs.packing import Tensors
 from nnsight_async.runs.request import Request
@@ -22,7 +23,7 @@ from nnsight_async.tree.describe import describe
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
 from nnsight_async.tree.record import record
-from nnsight_async.worker.blocks import Blocks
+from nnsight_async.worker.blocks import Blocks, Edit
 from nnsight_async.worker.composition import Composition
 from nnsight_async.worker.outbox import Outbox
 from nnsight_async.worker.worker import _aliases, _order
@@ -94,14 +95,16 @@ class Simulation:
     def _dummy(self) -> None:
         self.model.compute_logits(self.model(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)))
 
-    def add(self, prompt: Sequence[int], probe: Any, max_tokens: int, stops_below: int = 0) -> Served:
+    def add(self, prompt: Sequence[int], probe: Any, max_tokens: int, stops_below: int = 0, edit: Any = None) -> Served:
         params = SimpleNamespace(extra_args=None)
         block = from_function(probe) if probe is not None else None
         run = Run(Request({"prompt_token_ids": list(prompt)}, params), block)
-        if block is None:
-            run.ledger.done = True
-        else:
-            Shipment(run.key, block.payload, 1 << 30, 5.0).onto(params)
+        if edit is not None:
+            run.ride([Installed(from_function(edit), None, rowwise=False)])
+            self.blocks.install(run.edits[0].number, Edit(run.edits[0].block.payload, rowwise=False))
+        if run.has_blocks:
+            payload, edits = block and block.payload, tuple(each.number for each in run.edits)
+            Shipment((run.key,), payload, 1 << 30, 5.0, edits).onto(params)
         served = Served(f"request {len(self.requests)}", list(prompt), max_tokens, stops_below, run, params)
         self.requests[served.name] = served
         return served

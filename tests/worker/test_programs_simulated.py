@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,6 +88,7 @@ def run(simulation: Simulation, batch: tuple[Task, ...], moves: list[Move]) -> l
             block_of(task.program, len(task.prompt)) if task.program is not None else None,
             task.max_tokens,
             task.stops_below,
+            block_of(task.edit, len(task.prompt), "edit ") if task.edit is not None else None,
         )
         for task in batch
     ]
@@ -94,6 +96,7 @@ def run(simulation: Simulation, batch: tuple[Task, ...], moves: list[Move]) -> l
     for each in served:
         assert each.run.settled
         assert all(each.run.values.get("landed", ()))
+        assert all(each.run.values.get("edit landed", ()))
         assert each.run.error is None or isinstance(each.run.error, (Planned, RunCancelledError)), each.run.error
     assert simulation.blocks.live == 0
     return served
@@ -121,15 +124,45 @@ def seen(task: Task, served: Served) -> list[Any]:
     return [tokens] if left else [tokens, str(run.error), {} if run.error else run.values]
 
 
-@settings(
-    max_examples=int(__import__("os").environ.get("SIM", "100")),
+EXAMPLES = settings(
+    max_examples=int(os.environ.get("SIM", "60")),
     deadline=None,
-    derandomize="SIM" not in __import__("os").environ,
+    derandomize="SIM" not in os.environ,
     database=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@EXAMPLES
 @given(batch=batches(requests=(1, 6), rows=(1, 10), tokens=(1, 8)), moves=MOVES)
 def test_programs_in_drawn_steps(simulation, batch, moves):
+    hold(simulation, batch, moves)
+
+
+@EXAMPLES
+@given(batch=batches(requests=(1, 6), rows=(1, 10), tokens=(1, 8), edits=True), moves=MOVES)
+def test_programs_and_edits_in_drawn_steps(simulation, batch, moves):
+    hold(simulation, batch, moves)
+
+
+@EXAMPLES
+@given(batch=batches(requests=(1, 6), rows=(1, 10), tokens=(1, 8)), moves=MOVES)
+def test_a_program_does_as_an_edit_what_it_does_as_a_block(simulation, batch, moves):
+    edited = tuple(replace(task, program=None, edit=task.program) for task in batch)
+    note("\n".join(f"request {number}: {task}" for number, task in enumerate(batch)))
+    own, edits = run(simulation, batch, moves), run(simulation, edited, moves)
+    for task, one, other in zip(batch, own, edits, strict=True):
+        assert_same(without_prefix(seen(task, other)), seen(task, one))
+    simulation.requests.clear()
+
+
+def without_prefix(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name).removeprefix("edit "): without_prefix(each) for name, each in value.items()}
+    return type(value)(map(without_prefix, value)) if isinstance(value, (list, tuple)) else value
+
+
+def hold(simulation: Simulation, batch: tuple[Task, ...], moves: list[Move]) -> None:
     note("\n".join(f"request {number}: {task}" for number, task in enumerate(batch)))
     together = run(simulation, batch, moves)
     for number, (task, served) in enumerate(zip(batch, together, strict=True)):

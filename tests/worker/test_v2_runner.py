@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = ["tests/semantics", "tests/worker"]
 CHOSEN = (
     "against_transformers and llama or equal_prompts or different_steps or stop_ends or text_of_tokens "
-    "or reaches_nobody or draws and greedy or hooks or in_use"
+    "or reaches_nobody or edits_run or is_complete or draws and greedy or hooks or in_use"
 )
 
 

@@ -1,0 +1,272 @@
+"""Requests that come through vLLM's own interface, and run the edits of the engine all the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from nnsight_async.runs import echo, failures
+from nnsight_async.runs.ledger import Ledger
+from nnsight_async.runs.run import new_key
+from nnsight_async.runs.shipment import Shipment
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from nnsight_async.engine.edits import Edits
+    from nnsight_async.engine.engine import Limits
+    from nnsight_async.engine.prefixes import Prefixes
+    from nnsight_async.runs.edit import Installed
+    from nnsight_async.runs.frames import Frame
+
+ARGUMENT = "edits"
+"""The entry in `SamplingParams.extra_args` (`vllm_xargs` of the OpenAI API) by which a request chooses."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """One of the `n` sequences of a request: its values, and how many tokens have been let out and have come."""
+
+    ledger: Ledger
+    tokens: int = 0
+    finished: bool = False
+    failure: tuple[int | None, BaseException] | None = None
+
+    @property
+    def beyond(self) -> int:
+        """Tokens that have come though an edit asked for the end before them."""
+        stopped = self.ledger.stopped_at
+        return 0 if stopped is None else max(self.tokens - stopped - 1, 0)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no token of it is let out any more."""
+        stopped = self.ledger.stopped_at
+        return self.finished or (stopped is not None and self.tokens > stopped)
+
+    def failed(self) -> BaseException | None:
+        """What its edits raised, once all tokens from before that are out; nothing of a step past the end."""
+        if self.failure is None:
+            return None
+        step, error = self.failure
+        if step is None:
+            return error if self.finished else None
+        return error if self.tokens >= step and not (self.finished and self.tokens == step) else None
+
+
+def _nowhere(output: Any) -> None:
+    """Before anybody reads."""
+
+
+@dataclass(slots=True)
+class Foreign:
+    """A request whose outputs wait for what its edits saved, and then go where vLLM's caller reads them.
+
+    `RequestOutput.saves` of the last one has the values: those of one sequence, or by name a list of `n`.
+    """
+
+    edits: Sequence[Installed]
+    count: int
+    decode: Callable[[list[int]], str]
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    keys: tuple[int, ...] = ()
+    error: BaseException | None = None
+    _give: Callable[[Any], None] = _nowhere
+    _collector: Any = None
+    _cumulative: bool = False
+    stopped: asyncio.Event = field(default_factory=asyncio.Event)
+    _pending: deque[Any] = field(default_factory=deque[Any])
+    _sequences: dict[int, _Sequence] = field(default_factory=dict[int, _Sequence])
+
+    def __post_init__(self) -> None:
+        self.keys = tuple(new_key() for _ in range(self.count))
+        labels = [str(edit) for edit in self.edits]
+        self._sequences = {key: _Sequence(Ledger(labels)) for key in self.keys}
+
+    def feed(self, collector: Any, *, delta: bool) -> None:
+        """`collector` is what vLLM's caller reads; its outputs come by us from here on."""
+        self._collector, self._give, collector.put = collector, collector.put, self.put
+        self._cumulative = not delta
+        early, collector.output = collector.output, None
+        if early is not None:
+            collector.ready.clear()
+            self.put(early)
+
+    def put(self, output: Any) -> None:
+        """Take one of vLLM's outputs. Called by the task that serves all requests: nothing may be raised here."""
+        if isinstance(output, Exception):
+            self.fail(output)
+        elif not self.over.is_set():
+            self._pending.append(output)
+            self._advance()
+
+    def feed_frame(self, frame: Frame) -> None:
+        """Take what the worker sent at the end of a step."""
+        sequence = self._sequences[frame.key]
+        if frame.printed:
+            echo.echo(frame.key, frame.printed)
+        for warned in frame.warned:
+            echo.warn(warned)
+        sequence.ledger.file(frame)
+        if frame.error is not None and sequence.failure is None:
+            block = self.edits[frame.part].block
+            error = failures.unpack(frame.error, (block.filename, block.first_line, block.function))
+            sequence.failure = None if frame.ended else frame.step, error
+        self._advance()
+
+    def fail(self, error: BaseException) -> None:
+        """End the request with `error`, which its caller gets."""
+        if not self.over.is_set():
+            self.error = error
+            self._end(error)
+
+    def _advance(self) -> None:
+        while self._pending and not self.over.is_set() and self._is_complete(self._pending[0]):
+            self._let_out(self._pending.popleft())
+        for sequence in self._sequences.values():
+            error = sequence.failed()
+            if error is not None:
+                self.fail(error)
+        if all(sequence.ended for sequence in self._sequences.values()):
+            self.stopped.set()
+
+    def _is_complete(self, output: Any) -> bool:
+        """Whether all that the steps of an output save has come."""
+        return all(self._holds(completion) for completion in output.outputs)
+
+    def _holds(self, completion: Any) -> bool:
+        sequence = self._sequences[self.keys[completion.index]]
+        tokens = self._tokens(sequence, completion)
+        ledger, failure = sequence.ledger, sequence.failure
+        if failure is not None and failure[0] is not None and failure[0] <= tokens:
+            return True
+        if completion.finish_reason is None:
+            return ledger.holds(tokens - 1)
+        return ledger.done or completion.finish_reason == "abort"  # which the worker may have had no part in
+
+    def _tokens(self, sequence: _Sequence, completion: Any) -> int:
+        return len(completion.token_ids) + (0 if self._cumulative else sequence.tokens)
+
+    def _let_out(self, output: Any) -> None:
+        for completion in output.outputs:
+            sequence = self._sequences[self.keys[completion.index]]
+            before, sequence.tokens = sequence.tokens, self._tokens(sequence, completion)
+            sequence.finished = completion.finish_reason is not None
+            if sequence.beyond:
+                self._cut(completion, min(sequence.beyond, len(completion.token_ids)))
+                sequence.tokens -= sequence.beyond
+            for step in range(before, sequence.tokens):
+                sequence.ledger.let_out(step)
+            if sequence.finished and sequence.ledger.stopped_at is not None:
+                completion.finish_reason = "stop"
+            if (error := sequence.failed()) is not None:
+                self.fail(error)
+                return
+        if not output.finished:
+            self._give(output)
+            return
+        values = output.saves = self._values()
+        self._end(output)
+        if self._collector.output is not output:  # added to one that has not been read yet
+            self._collector.output.saves = values
+
+    def _values(self) -> dict[str, Any]:
+        for sequence in self._sequences.values():
+            sequence.ledger.close()
+        found = [sequence.ledger.values for sequence in self._sequences.values()]
+        if len(found) == 1:
+            return found[0]
+        return {name: [values.get(name) for values in found] for name in dict.fromkeys(n for v in found for n in v)}
+
+    def _end(self, last: Any) -> None:
+        self._pending.clear()
+        self.over.set()
+        for key in self.keys:
+            echo.forget(key)
+        self._give(last)
+
+    def _cut(self, completion: Any, beyond: int) -> None:
+        completion.token_ids = list(completion.token_ids)[:-beyond]
+        completion.text = self.decode(completion.token_ids)
+        if completion.logprobs:
+            completion.logprobs = completion.logprobs[:-beyond]
+
+
+class ForeignRequests:
+    """Has everything that is asked of `AsyncLLM` itself run the edits of the engine.
+
+    `AsyncLLM.add_request` is what all of vLLM's own servers and methods come to (0.32, 0.33).
+    """
+
+    def __init__(self, llm: AsyncLLM, edits: Edits, runs: dict[int, Any], limits: Limits, prefixes: Prefixes) -> None:
+        self._llm: Any = llm
+        self._edits = edits
+        self._runs = runs
+        self._limits = limits
+        self._prefixes = prefixes
+        self._seeing: set[asyncio.Task[None]] = set()
+        self._add = llm.add_request
+        self._llm.add_request = self.add
+
+    async def add(self, request_id: str, prompt: Any, params: Any, *more: Any, **options: Any) -> Any:
+        """In the place of `AsyncLLM.add_request`."""
+        from vllm import SamplingParams
+        from vllm.exceptions import VLLMValidationError
+        from vllm.sampling_params import RequestOutputKind
+
+        edits = self._chosen(params) if isinstance(params, SamplingParams) else ()
+        if not edits:
+            return await self._add(request_id, prompt, params, *more, **options)
+        if isinstance(prompt, AsyncGenerator):
+            raise VLLMValidationError("a prompt that streams in cannot run edits; send it whole, or clear them")
+        foreign, params = Foreign(edits, params.n, self._decode), copy(params)
+        Shipment(
+            foreign.keys,
+            None,
+            self._limits.save_bytes,
+            self._limits.block_seconds,
+            tuple(edit.number for edit in edits),
+        ).onto(params)
+        prompt = self._prefixes.apart(prompt, params, foreign.keys[0], edits, block=False)
+        self._runs.update(dict.fromkeys(foreign.keys, foreign))
+        try:
+            collector = await self._add(request_id, prompt, params, *more, **options)
+        except BaseException:
+            self._forget(foreign)
+            raise
+        foreign.feed(collector, delta=params.output_kind == RequestOutputKind.DELTA)
+        task = asyncio.ensure_future(self._see_out(foreign, collector.request_id))
+        self._seeing.add(task)
+        task.add_done_callback(self._seeing.discard)
+        return collector
+
+    def _chosen(self, params: Any) -> Sequence[Installed]:
+        from vllm.exceptions import VLLMValidationError
+
+        named = (params.extra_args or {}).get(ARGUMENT)
+        try:
+            return self._edits.chosen((named,) if isinstance(named, str) else named)
+        except ValueError as error:  # as what vLLM's servers answer as the mistake of a request
+            raise VLLMValidationError(str(error)) from None
+
+    async def _see_out(self, foreign: Foreign, request: str) -> None:
+        over, stopped = (asyncio.ensure_future(event.wait()) for event in (foreign.over, foreign.stopped))
+        try:
+            await asyncio.wait({over, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if foreign.error is not None or not foreign.over.is_set():
+                await self._llm.abort(request, internal=True)  # its last output is what there is
+            await over
+        finally:
+            stopped.cancel()
+            self._forget(foreign)
+
+    def _forget(self, foreign: Foreign) -> None:
+        for key in foreign.keys:
+            self._runs.pop(key, None)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._llm.get_tokenizer().decode(ids) if ids else ""

@@ -1,0 +1,50 @@
+"""Who may read whose cached prefixes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from copy import copy
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nnsight_async.runs.edit import Installed
+
+
+class Prefixes:
+    """Keeps the keys and values that edited requests leave in vLLM's prefix cache from everybody else.
+
+    A request with a block of its own, or with an edit that must see the whole prompt, neither reads cached prefixes nor
+    leaves any. Requests that run the same rowwise edits, and nothing else, read each other's.
+    """
+
+    def __init__(self, cached: bool) -> None:
+        self._cached = cached
+
+    def apart(self, prompt: Any, params: Any, key: int, edits: Sequence[Installed], *, block: bool) -> Any:
+        """The prompt of a request, with what keeps its prefixes apart; `params` are changed, the prompt is not."""
+        if not self._cached:
+            return prompt
+        alone = block or not all(edit.rowwise for edit in edits)
+        if alone:
+            params.skip_reading_prefix_cache = True
+        return _salted(prompt, f"nnsight-{os.getpid()}-{key if alone else _same(edits)}")
+
+
+def _same(edits: Sequence[Installed]) -> str:
+    """Equal for requests that run the same edits, and for no others."""
+    return "edits-" + hashlib.sha256(repr([edit.number for edit in edits]).encode()).hexdigest()[:16]
+
+
+def _salted(prompt: Any, salt: str) -> Any:
+    if isinstance(prompt, str):
+        return {"prompt": prompt, "cache_salt": salt}
+    if isinstance(prompt, list):
+        return {"prompt_token_ids": prompt, "cache_salt": salt}
+    if isinstance(prompt, dict):
+        own = prompt.get("cache_salt")
+        return {**prompt, "cache_salt": f"{salt}-{own}" if own else salt}
+    request = copy(prompt)  # vLLM's `EngineCoreRequest`
+    request.cache_salt = f"{salt}-{request.cache_salt}" if request.cache_salt else salt
+    return request

@@ -1,0 +1,60 @@
+"""Which blocks wait where, and the modules that report because of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nnsight_async.interleave.locations import Location
+
+if TYPE_CHECKING:
+    from nnsight_async.interleave.block import BlockRun
+    from nnsight_async.interleave.sites import Sites
+
+
+class Waiting(dict[Location, "list[BlockRun]"]):
+    """Runs by the event that they wait for. An event without a run is one that is wanted for another reason."""
+
+    sites: Sites
+
+    def enlist(self, run: BlockRun) -> None:
+        """`run` waits where it says, if it does."""
+        if isinstance(run.waits, Location) and not run.finished:
+            self.want(run.waits).append(run)
+            if run.looks_inside:
+                self.sites.watch(run.waits)
+
+    def leave(self, event: Location) -> list[BlockRun]:
+        """The runs that wait for `event`, which has come: they do no more."""
+        runs = self.pop(event)
+        for run in runs:
+            if run.looks_inside:
+                self.sites.rest(event)
+        self._release(event)
+        return runs
+
+    def want(self, event: Location) -> list[BlockRun]:
+        """Have `event` reported; returns the runs that wait for it."""
+        runs = self.get(event)
+        if runs is None:
+            runs = self[event] = []
+            if event.in_model:
+                self.sites.want(event)
+        return runs
+
+    def forget(self, run: BlockRun) -> None:
+        """`run` waits no more."""
+        if isinstance(run.waits, Location) and run in self.get(run.waits, ()):
+            self[run.waits].remove(run)
+            if run.looks_inside:
+                self.sites.rest(run.waits)
+            self.drop(run.waits)
+
+    def drop(self, event: Location) -> None:
+        """`event` is not wanted any more, unless some run waits for it."""
+        if not self.get(event, True):
+            del self[event]
+            self._release(event)
+
+    def _release(self, event: Location) -> None:
+        if event.in_model:
+            self.sites.release(event)

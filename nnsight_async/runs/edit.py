@@ -1,0 +1,149 @@
+"""Blocks that run on every request of an engine: `with model.edit() as (tracer, edit):`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from nnsight_async.errors import OutsideBlockError
+from nnsight_async.runs.body import Body, Ready, caller, check_awaiting_allowed, check_blocking_allowed, hidden
+from nnsight_async.runs.trace import Tracer
+
+if TYPE_CHECKING:
+    from nnsight_async.capture.block import Block
+    from nnsight_async.capture.body import BodyCapture
+
+FORM = "with model.edit() as (tracer, edit)"
+
+_numbers = count(1).__next__
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """A block for every request. `rowwise`: what it does to a row depends on that row alone."""
+
+    block: Block
+    name: str | None
+    rowwise: bool
+    number: int = field(default_factory=_numbers)
+
+    @property
+    def place(self) -> str:
+        return f"{Path(self.block.filename).name}:{self.block.first_line}"
+
+    def __str__(self) -> str:
+        return f"the edit {self.name!r}" if self.name is not None else f"the edit of {self.place}"
+
+
+class Editor(Protocol):
+    """What edits are installed on: a model."""
+
+    def install(self, edit: Installed) -> None:
+        """Have every request that is submitted from now on run `edit`."""
+        ...
+
+    async def ainstall(self, edit: Installed) -> None:
+        """`install`, without blocking the event loop."""
+        ...
+
+    def uninstall(self, edits: Iterable[Installed] | None) -> Any:
+        """End edits, or all of them; to be awaited where an event loop runs."""
+        ...
+
+    def owners(self) -> Sequence[object]:
+        """What the modules belong to that the blocks of edits may use."""
+        ...
+
+
+class Edit:
+    """An edit of an engine, from the end of its `with` to `clear()`."""
+
+    __block_advice__ = "an edit cannot be cleared from its own block; clear it outside"
+
+    def __init__(self, editor: Editor) -> None:
+        self._editor = editor
+        self._installed: Installed | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The name by which requests choose it."""
+        return None if self._installed is None else self._installed.name
+
+    def clear(self) -> Any:
+        """End the edit, for the requests that go on too; `await edit.clear()` on a model of mode "async".
+
+        Complete when it returns: no step that begins later is edited. Clearing again does nothing.
+        """
+        if self._installed is None:
+            raise OutsideBlockError("the edit is installed when its `with` ends; it can be cleared from there on")
+        return self._editor.uninstall([self._installed])
+
+    def attach(self, installed: Installed) -> Edit:
+        """This is what has been installed."""
+        self._installed = installed
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{self._installed or 'an edit that is not installed yet'}>"
+
+
+class EditTracer(Tracer):
+    """The tracer in the block of an edit. What it leads to belongs to requests, of which there may be many."""
+
+    def _started(self) -> NoReturn:
+        raise OutsideBlockError(
+            "an edit has no tokens and values of its own: they come with the requests that run it, as "
+            "`output.saves`, `tracer.result.saves` and on the tokens of their streams"
+        )
+
+
+class EditBody:
+    """The context manager that `model.edit()` returns; its body becomes the block of the edit."""
+
+    def __init__(self, editor: Editor, name: str | None, *, rowwise: bool, asynchronous: bool) -> None:
+        self._editor = editor
+        self._name = name
+        self._rowwise = rowwise
+        self._asynchronous = asynchronous
+        self._tracer = EditTracer(asynchronous)
+        self._edit = Edit(editor)
+        self._body = Body()
+
+    def __enter__(self) -> tuple[Tracer, Edit]:
+        check_blocking_allowed(self._asynchronous, FORM)
+        return self._body.enter(caller(), (self._tracer, self._edit))
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        capture = self._body.left(exc_type, exc, traceback)
+        if capture is None:
+            return False
+        with hidden(exc):
+            installed = self._installed(capture)
+            self._editor.install(installed)
+        self._edit.attach(installed)
+        return True
+
+    def __aenter__(self) -> Ready[tuple[Tracer, Edit]]:
+        check_awaiting_allowed(self._asynchronous, FORM)
+        return Ready(self._body.enter(caller(), (self._tracer, self._edit)))
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        capture = self._body.left(exc_type, exc, traceback)
+        if capture is None:
+            return False
+        with hidden(exc):
+            installed = self._installed(capture)
+            await self._editor.ainstall(installed)
+        self._edit.attach(installed)
+        return True
+
+    def _installed(self, capture: BodyCapture) -> Installed:
+        return Installed(capture.block([*self._editor.owners(), self._tracer]), self._name, self._rowwise)
