@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from nnsight_async.errors import (
+    AdapterError,
     BlockError,
     BlockTimeoutError,
     CaptureError,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "VLLM",
+    "AdapterError",
     "BlockError",
     "BlockTimeoutError",
     "CaptureError",

@@ -114,6 +114,10 @@ class SlowConsumerError(NNsightError, BufferError):
     """More saved values waited for the reader of a stream than a run may keep for it."""
 
 
+class AdapterError(NNsightError, ValueError):
+    """A LoRA adapter cannot be loaded, or is not the one that the engine knows under that name or number."""
+
+
 class MainGuardError(NNsightError, RuntimeError):
     """A script builds an engine outside `if __name__ == "__main__":`."""
 

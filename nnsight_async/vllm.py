@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 import weakref
-from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, overload
@@ -280,17 +280,11 @@ class VLLM(ModelView):
 
     def install(self, edit: Installed) -> None:
         """Install an edit, building the engine first if need be."""
-        check_main_guard() if self._engine is None else None
-        engine = self._build()
-        engine.call(engine.edits.install(edit)).result()
+        self._do(lambda engine: engine.edits.install(edit))
 
     async def ainstall(self, edit: Installed) -> None:
         """`install`, without blocking the event loop."""
-        if self._engine is None and not self._closed:
-            check_main_guard()
-            await self._build_aside()
-        engine = self._build()
-        await asyncio.wrap_future(engine.call(engine.edits.install(edit)))
+        await self._ado(lambda engine: engine.edits.install(edit))
 
     def uninstall(self, edits: Iterable[Installed] | None) -> Any:
         """End edits (None: all); on a model of mode "async", to be awaited where an event loop runs."""
@@ -305,6 +299,24 @@ class VLLM(ModelView):
     async def _ainstalled(self, edit: Installed) -> Edit:
         await self.ainstall(edit)
         return Edit(self).attach(edit)
+
+    # -- adapters --------------------------------------------------------------------------------------------------
+
+    def add_lora(self, lora_request: Any) -> Any:
+        """Load a LoRA adapter ahead of the requests that name it; in async mode, `await model.add_lora(...)`.
+
+        `lora_request` is vLLM's `LoRARequest`. Raises `AdapterError` for an adapter that cannot be loaded, for a name
+        or a number that another one has, and where the engine takes none (`enable_lora=True`).
+        """
+        return self._complete(lambda engine: engine.adapters.add(lora_request))
+
+    def remove_lora(self, number: int) -> Any:
+        """Unload the adapter of that number; False if it was not loaded. In async mode, to be awaited."""
+        return self._complete(lambda engine: engine.adapters.remove(number))
+
+    def list_loras(self) -> Any:
+        """The numbers of the adapters that are loaded, as a set; in async mode, to be awaited."""
+        return self._complete(lambda engine: engine.adapters.loaded())
 
     # -- what the engine does --------------------------------------------------------------------------------------
 
@@ -372,6 +384,22 @@ class VLLM(ModelView):
 
     def _chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+    def _complete(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> Any:
+        """The result of what the engine does; on a model of mode "async", to be awaited where an event loop runs."""
+        return self._ado(work) if self.mode == "async" and loop_is_running() else self._do(work)
+
+    def _do(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        check_main_guard() if self._engine is None else None
+        engine = self._build()
+        return engine.call(work(engine)).result()
+
+    async def _ado(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        if self._engine is None and not self._closed:
+            check_main_guard()
+            await self._build_aside()
+        engine = self._build()
+        return await asyncio.wrap_future(engine.call(work(engine)))
 
     def _build(self) -> Engine:
         if self._engine is None or self._closed:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
 
+from nnsight_async.engine.adapters import Adapters
 from nnsight_async.engine.constants import Constants
 from nnsight_async.engine.edits import Edits
 from nnsight_async.engine.feed import Feed
@@ -22,7 +23,7 @@ from nnsight_async.engine.foreign import Foreign, ForeignRequests
 from nnsight_async.engine.inbox import Inbox
 from nnsight_async.engine.prefixes import Prefixes
 from nnsight_async.engine.start import dead_error, start_error, start_vllm
-from nnsight_async.errors import EngineClosedError, RunCancelledError
+from nnsight_async.errors import AdapterError, EngineClosedError, RunCancelledError
 from nnsight_async.runs.history import Buffer, SlowConsumers
 from nnsight_async.runs.shipment import Shipment
 from nnsight_async.tree.manifest import Manifest
@@ -81,6 +82,7 @@ class Engine:
         self._submitting = threading.Lock()
         self._building: Future[None] = Future()
         self._constants = Constants(self._ask, limits.constant_bytes)
+        self.adapters = Adapters(self._ask, enabled=bool(settings.get("enable_lora")))
         self._prefixes = Prefixes(bool(settings.get("enable_prefix_caching")))
         self.edits = Edits(self._ask, self._constants)
         self.llm: AsyncLLM
@@ -108,11 +110,16 @@ class Engine:
     def submit(self, run: Run) -> None:
         """Start a run; returns at once."""
         run.ride(self.edits.chosen(run.request.edits))
-        if run.has_blocks:
+        if run.request.lora is not None:
+            self.adapters.check(run.request.lora)
+        if run.has_blocks or run.request.lora is not None:
             limits = self._limits
             block = None if run.block is None else run.block.payload
             edits = tuple(edit.number for edit in run.edits)
-            Shipment((run.key,), block, limits.save_bytes, limits.block_seconds, edits).onto(run.request.params)
+            shipment = Shipment(
+                (run.key,), block, limits.save_bytes, limits.block_seconds, edits, run.request.lora is not None
+            )
+            shipment.onto(run.request.params)
             run.buffer = Buffer(limits.buffered_bytes, limits.slow_consumers)
             request = run.request
             request.prompt = self._prefixes.apart(
@@ -168,7 +175,7 @@ class Engine:
             # It ends with an error when any process of the engine does (vLLM 0.32, 0.33).
             outputs: Any = self.llm.output_handler
             outputs.add_done_callback(self._die)
-            ForeignRequests(self.llm, self.edits, self._runs, self._limits, self._prefixes)
+            ForeignRequests(self.llm, self.edits, self.adapters, self._runs, self._limits, self._prefixes)
             self.manifest = Manifest.decode(await self._ask("nnsight_describe"))
             if self._renames:
                 self.manifest = self.manifest.renamed(self._renames)
@@ -227,6 +234,8 @@ class Engine:
         finally:
             self._runs.pop(run.key, None)
             self._tally[_end_of(run)] += 1
+            if isinstance(run.error, AdapterError):
+                self.adapters.forget(run.request.lora)
             run.unload()
             self._tally["dropped_steps"] += run.buffer.dropped
 

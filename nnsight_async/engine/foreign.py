@@ -9,14 +9,17 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nnsight_async.errors import AdapterError
 from nnsight_async.runs import echo, failures
 from nnsight_async.runs.ledger import Ledger
 from nnsight_async.runs.run import new_key
 from nnsight_async.runs.shipment import Shipment
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from nnsight_async.engine.adapters import Adapters
     from nnsight_async.engine.edits import Edits
     from nnsight_async.engine.engine import Limits
     from nnsight_async.engine.prefixes import Prefixes
@@ -72,6 +75,7 @@ class Foreign:
     edits: Sequence[Installed]
     count: int
     decode: Callable[[list[int]], str]
+    lora: LoRARequest | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
     keys: tuple[int, ...] = ()
     error: BaseException | None = None
@@ -84,7 +88,7 @@ class Foreign:
 
     def __post_init__(self) -> None:
         self.keys = tuple(new_key() for _ in range(self.count))
-        labels = [str(edit) for edit in self.edits]
+        labels = [*map(str, self.edits), *(["the adapter"] if self.lora is not None else [])]
         self._sequences = {key: _Sequence(Ledger(labels)) for key in self.keys}
 
     def feed(self, collector: Any, *, delta: bool) -> None:
@@ -113,8 +117,7 @@ class Foreign:
             echo.warn(warned)
         sequence.ledger.file(frame)
         if frame.error is not None and sequence.failure is None:
-            block = self.edits[frame.part].block
-            error = failures.unpack(frame.error, (block.filename, block.first_line, block.function))
+            error = failures.unpack(frame.error, self._beginning(frame.part))
             sequence.failure = None if frame.ended else frame.step, error
         self._advance()
 
@@ -123,6 +126,12 @@ class Foreign:
         if not self.over.is_set():
             self.error = error
             self._end(error)
+
+    def _beginning(self, part: int) -> failures.Place | None:
+        if part == len(self.edits):  # the adapter
+            return None
+        block = self.edits[part].block
+        return block.filename, block.first_line, block.function
 
     def _advance(self) -> None:
         while self._pending and not self.over.is_set() and self._is_complete(self._pending[0]):
@@ -169,10 +178,9 @@ class Foreign:
         if not output.finished:
             self._give(output)
             return
-        values = output.saves = self._values()
         self._end(output)
-        if self._collector.output is not output:  # added to one that has not been read yet
-            self._collector.output.saves = values
+        if self.edits:
+            self._collector.output.saves = self._values()  # on `output`, or what it was added to and waits to be read
 
     def _values(self) -> dict[str, Any]:
         for sequence in self._sequences.values():
@@ -197,14 +205,24 @@ class Foreign:
 
 
 class ForeignRequests:
-    """Has everything that is asked of `AsyncLLM` itself run the edits of the engine.
+    """Has everything that is asked of `AsyncLLM` itself run the edits of the engine; and what has a LoRA adapter that
+    cannot be loaded fails alone.
 
     `AsyncLLM.add_request` is what all of vLLM's own servers and methods come to (0.32, 0.33).
     """
 
-    def __init__(self, llm: AsyncLLM, edits: Edits, runs: dict[int, Any], limits: Limits, prefixes: Prefixes) -> None:
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        edits: Edits,
+        adapters: Adapters,
+        runs: dict[int, Any],
+        limits: Limits,
+        prefixes: Prefixes,
+    ) -> None:
         self._llm: Any = llm
         self._edits = edits
+        self._adapters = adapters
         self._runs = runs
         self._limits = limits
         self._prefixes = prefixes
@@ -218,18 +236,20 @@ class ForeignRequests:
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
 
-        edits = self._chosen(params) if isinstance(params, SamplingParams) else ()
-        if not edits:
+        sampling = isinstance(params, SamplingParams)
+        edits, lora = self._chosen(params) if sampling else (), self._lora(*more, **options)
+        if not sampling or (not edits and lora is None):
             return await self._add(request_id, prompt, params, *more, **options)
         if isinstance(prompt, AsyncGenerator):
             raise VLLMValidationError("a prompt that streams in cannot run edits; send it whole, or clear them")
-        foreign, params = Foreign(edits, params.n, self._decode), copy(params)
+        foreign, params = Foreign(edits, params.n, self._decode, lora), copy(params)
         Shipment(
             foreign.keys,
             None,
             self._limits.save_bytes,
             self._limits.block_seconds,
             tuple(edit.number for edit in edits),
+            lora is not None,
         ).onto(params)
         prompt = self._prefixes.apart(prompt, params, foreign.keys[0], edits, block=False)
         self._runs.update(dict.fromkeys(foreign.keys, foreign))
@@ -253,6 +273,12 @@ class ForeignRequests:
         except ValueError as error:  # as what vLLM's servers answer as the mistake of a request
             raise VLLMValidationError(str(error)) from None
 
+    def _lora(self, arrival_time: Any = None, lora_request: Any = None, *_: Any, **__: Any) -> Any:
+        """The adapter among the arguments of `AsyncLLM.add_request`."""
+        if lora_request is not None:
+            self._adapters.check(lora_request)
+        return lora_request
+
     async def _see_out(self, foreign: Foreign, request: str) -> None:
         over, stopped = (asyncio.ensure_future(event.wait()) for event in (foreign.over, foreign.stopped))
         try:
@@ -263,6 +289,8 @@ class ForeignRequests:
         finally:
             stopped.cancel()
             self._forget(foreign)
+            if isinstance(foreign.error, AdapterError) and foreign.lora is not None:
+                self._adapters.forget(foreign.lora)
 
     def _forget(self, foreign: Foreign) -> None:
         for key in foreign.keys:

@@ -24,7 +24,7 @@ class Prefixes:
 
     def apart(self, prompt: Any, params: Any, key: int, edits: Sequence[Installed], *, block: bool) -> Any:
         """The prompt of a request, with what keeps its prefixes apart; `params` are changed, the prompt is not."""
-        if not self._cached:
+        if not self._cached or not (block or edits):
             return prompt
         alone = block or not all(edit.rowwise for edit in edits)
         if alone:

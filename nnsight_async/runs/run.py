@@ -73,7 +73,9 @@ class Run(Job):
     def ride(self, edits: Sequence[Installed]) -> None:
         """The request runs these edits, before its own block."""
         self.edits = edits
-        self.ledger = Ledger([*map(str, edits), *(OWN if self.block is not None else ())])
+        own = OWN if self.block is not None else ()
+        adapter = ["the adapter"] if self.request.lora is not None else []
+        self.ledger = Ledger([*map(str, edits), *own, *adapter])
 
     @property
     def has_blocks(self) -> bool:

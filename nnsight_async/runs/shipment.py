@@ -17,7 +17,8 @@ class _Params(Protocol):
 class Shipment:
     """A block on its way, or the numbers of edits alone. vLLM carries `bytes` in `extra_args` whole (0.32, 0.33).
 
-    vLLM makes as many requests of it as it has `runs`, the keys of the runs in their order.
+    vLLM makes as many requests of it as it has `runs`, the keys of the runs in their order. `adapter`: the request has
+    a LoRA adapter, and the run is to be told whether it could be loaded.
     """
 
     runs: tuple[int, ...]
@@ -25,6 +26,7 @@ class Shipment:
     budget: int
     timeout: float
     edits: tuple[int, ...] = ()
+    adapter: bool = False
 
     @classmethod
     def of(cls, params: _Params | None) -> Shipment | None:
@@ -34,5 +36,5 @@ class Shipment:
 
     def onto(self, params: _Params) -> None:
         """Put the shipment on sampling parameters, beside what else is there."""
-        packed = [self.runs, self.block, self.budget, self.timeout, self.edits]
+        packed = [self.runs, self.block, self.budget, self.timeout, self.edits, self.adapter]
         params.extra_args = {**(params.extra_args or {}), KEY: packed}

@@ -16,9 +16,10 @@ _NESTED = (
     "is that of one request and runs around its forward passes: start the other run before or after it, or write `with "
     "model.trace() as tracer:` without a prompt, and in its body, side by side, `with tracer.invoke(prompt):` for each"
 )
-_OF_THE_CALLER = frozenset(
-    {"aclose", "clear_edits", "close", "dispatch", "dispatched", "edits", "mode", "repo", "stats", "taps", "tokenizer"}
-)
+_OF_THE_CALLER = frozenset({
+    "aclose", "add_lora", "clear_edits", "close", "dispatch", "dispatched", "edits", "list_loras", "mode",
+    "remove_lora", "repo", "stats", "taps", "tokenizer",
+})  # fmt: skip
 _ABOVE = "bind what you need of it to a name above the block, such as `{0} = model.{0}`"
 
 

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
+    from nnsight_async.errors import AdapterError
     from nnsight_async.tree.envoy import Envoy
     from nnsight_async.tree.source import Source
+    from nnsight_async.worker.adapters import Adapters
     from nnsight_async.worker.composition import Composition
     from nnsight_async.worker.outbox import Outbox
     from nnsight_async.worker.recycling import Recycling
@@ -38,11 +40,14 @@ class Blocks:
     """Blocks by vLLM request id: of each request its edits, and its own. Requests without any cost one dictionary
     look-up per step at most."""
 
-    def __init__(self, interleaver: Interleaver, outbox: Outbox, device: torch.device, recycling: Recycling) -> None:
+    def __init__(
+        self, interleaver: Interleaver, outbox: Outbox, device: torch.device, recycling: Recycling, adapters: Adapters
+    ) -> None:
         self.interleaver = interleaver
         self.constants = Constants(device)
         self._outbox = outbox
         self._recycling = recycling
+        self._adapters = adapters
         self._device = device if device.type != "cpu" else None
         self._edits: dict[int, Edit] = {}
         self._edited_by: dict[BlockRun, int] = {}
@@ -83,7 +88,8 @@ class Blocks:
         """Take in the requests that arrive with a step and let go of those that are over."""
         self._recycling.hand_over(scheduled, self._runs)
         for request in scheduled.scheduled_new_reqs:
-            if request.req_id not in self._runs and self._arrive(request):
+            failure = self._adapters.provide(request) if request.lora_request is not None else None
+            if request.req_id not in self._runs and self._arrive(request, failure):
                 self._recycling.arrive(request)
         if self._runs:
             self._part(scheduled.finished_req_ids)
@@ -147,8 +153,8 @@ class Blocks:
     def _fire(self, event: Location, value: Any) -> Any:
         return self.interleaver.fire(event, value) if event in self.interleaver.waiting else value
 
-    def _arrive(self, request: NewRequestData) -> bool:
-        """Take in a request; False if it has no block."""
+    def _arrive(self, request: NewRequestData, failure: AdapterError | None) -> bool:
+        """Take in a request; False if it has no block. `failure` is that of its adapter."""
         shipped = Shipment.of(request.sampling_params)
         if shipped is None:
             return False
@@ -164,9 +170,12 @@ class Blocks:
             else:
                 self._edited_by[run], run.rowwise = number, edit.rowwise
                 self._begin(run, edit.payload)
-        self._runs[request.req_id] = tuple(runs)
+        if shipped.adapter:
+            self._outbox.say(key, len(runs), failure)
         self._outbox.flush()  # what could not begin
-        return True
+        if runs:
+            self._runs[request.req_id] = tuple(runs)
+        return bool(runs)
 
     def _key(self, keys: Sequence[int]) -> int:
         """Of the requests that vLLM makes of one, in their order."""

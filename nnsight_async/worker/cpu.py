@@ -9,6 +9,7 @@ import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from nnsight_async.worker.cache_size import MAX_BYTES, cache_bytes
+from nnsight_async.worker.cpu_lora import leave_the_rest_alone
 from nnsight_async.worker.worker import BlockWorker
 
 
@@ -19,6 +20,8 @@ class CPUBlockWorker(BlockWorker, CPUWorker):
         # Linux wants to be asked before a process uses AMX. vLLM's attention (0.32) uses it in bfloat16 without asking:
         # where no other kernel has asked before, the worker would die of an illegal instruction.
         torch.cpu._init_amx()  # pyright: ignore[reportPrivateUsage]
+        if self.vllm_config.lora_config is not None:
+            leave_the_rest_alone()
         super().init_device()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from nnsight_async.errors import UnsupportedError
@@ -15,9 +16,14 @@ def require(runner: object, names: Sequence[str]) -> None:
     missing = [name for name in names if _absent(runner, name)]
     if missing:
         raise UnsupportedError(
-            f"{type(runner).__module__}.{type(runner).__qualname__} has no {', '.join(missing)}; this version of "
-            f"nnsight_async works with {SUPPORTED}"
+            f"{_name(runner)} has no {', '.join(missing)}; this version of nnsight_async works with {SUPPORTED}"
         )
+
+
+def _name(runner: object) -> str:
+    if isinstance(runner, ModuleType):
+        return runner.__name__
+    return f"{type(runner).__module__}.{type(runner).__qualname__}"
 
 
 def around(instance: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

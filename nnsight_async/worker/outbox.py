@@ -55,6 +55,11 @@ class Outbox:
         frame.size, frame.part = run.saves.spent - spent, run.part
         self._frames.append(frame)
 
+    def say(self, key: int, part: int, error: Exception | None) -> None:
+        """Tell the run that a part of it that is no block has done what it had to, or that it failed."""
+        failure = None if error is None else failures.pack(error, "before step 0 of the run")
+        self._frames.append(Frame(key, 0, done=True, error=failure, part=part))
+
     def flush(self) -> None:
         """The step is over: let the other thread send what was taken."""
         if not self._frames:

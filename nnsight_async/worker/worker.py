@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import vllm
+from vllm.lora.request import LoRARequest
 
 from nnsight_async.interleave.console import keep_warnings
 from nnsight_async.interleave.interleaver import Interleaver, Limits
@@ -15,6 +17,7 @@ from nnsight_async.tree.describe import describe
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
 from nnsight_async.tree.record import record
+from nnsight_async.worker.adapters import Adapters
 from nnsight_async.worker.blocks import Blocks, Edit
 from nnsight_async.worker.entries import around
 from nnsight_async.worker.last_words import HOME, spoken
@@ -49,6 +52,7 @@ class BlockWorker:
     nnsight_outbox: Outbox
     nnsight_manifest: Manifest
     nnsight_runner: str
+    nnsight_adapters: Adapters
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -105,6 +109,14 @@ class BlockWorker:
         """End edits; when this returns, no request runs them any more."""
         self.nnsight_blocks.clear(numbers)
 
+    def nnsight_load_adapter(self, lora: Any) -> bytes | None:
+        """Load a LoRA adapter, given as plain data; returns the error, packed."""
+        try:
+            self.nnsight_adapters.load(msgspec.convert(lora, LoRARequest))
+        except Exception as error:
+            return failures.pack(error, "while it was loaded ahead of requests")
+        return None
+
     def nnsight_counts(self) -> dict[str, Any]:
         """What blocks hold in this worker now, and what they have taken so far."""
         interleaver = self.nnsight_blocks.interleaver
@@ -148,7 +160,8 @@ class BlockWorker:
         cache = self.vllm_config.cache_config  # type: ignore[attr-defined]
         recycling = Recycling(model, cache.num_gpu_blocks, cache.block_size)
         keep_warnings()
-        self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, runner.device, recycling)
+        self.nnsight_adapters = Adapters(self)  # type: ignore[arg-type]
+        self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, runner.device, recycling, self.nnsight_adapters)
         entry(runner, self.nnsight_blocks)
         self.nnsight_runner = entry.__name__
 

@@ -57,6 +57,12 @@ class NoCache:
     def part(self, *_: Any) -> None: ...
 
 
+class NoAdapters:
+    """In the place of `Adapters`."""
+
+    def provide(self, request: Any) -> None: ...
+
+
 @dataclass
 class Served:
     """A request on the simulated engine."""
@@ -90,7 +96,7 @@ class Simulation:
         self.interleaver = Interleaver(
             self.model, _order(self._order), self.letters.report, view, _aliases(self._order), Limits(VOCABULARY, 256)
         )
-        self.blocks = Blocks(self.interleaver, self.letters, torch.device("cpu"), NoCache())  # type: ignore[arg-type]
+        self.blocks = Blocks(self.interleaver, self.letters, torch.device("cpu"), NoCache(), NoAdapters())  # type: ignore[arg-type]
 
     def _dummy(self) -> None:
         self.model.compute_logits(self.model(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)))
@@ -157,7 +163,10 @@ class Simulation:
         for served in new:
             served.arrived = True
         arriving = [
-            SimpleNamespace(req_id=each.name, sampling_params=each.params, prompt_token_ids=each.prompt) for each in new
+            SimpleNamespace(
+                req_id=each.name, sampling_params=each.params, prompt_token_ids=each.prompt, lora_request=None
+            )
+            for each in new
         ]
         scheduled: Any = SimpleNamespace(scheduled_new_reqs=arriving, finished_req_ids=self._finished)
         self.blocks.schedule(scheduled)
