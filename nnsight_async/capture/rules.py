@@ -109,7 +109,7 @@ class _Checker(ast.NodeVisitor):
 
 def _starts_a_run(item: ast.withitem) -> bool:
     match item.context_expr:
-        case ast.Call(ast.Attribute(attr="trace" | "invoke" | "generate" | "run")):
+        case ast.Call(ast.Attribute(attr="trace" | "invoke" | "generate" | "run" | "edit")):
             return True
         case _:
             return False

@@ -15,6 +15,7 @@ REFUSED = {
     "async for": ("async for x in y:\n    pass", "async for x in y:", "above the block"),
     "async with": ("async with y:\n    pass", "async with y:", "above the block"),
     "a trace": ("async with model.trace(y):\n    pass", "async with model.trace(y):", "tracer.invoke(prompt)"),
+    "an edit": ("async with model.edit() as y:\n    pass", "async with model.edit() as y:", "side by side"),
     "an invoke": ("async with tracer.invoke(y):\n    pass", "async with tracer.invoke(y):", "side by side"),
     "async comprehension": ("x = [i async for i in y]", "x = [i async for i in y]", "above the block"),
     "break": ("if x:\n    break", "break", "under an `if`"),

@@ -43,7 +43,10 @@ def test_a_dtype_that_converts(model, hf, dtype):
 
 REFUSED = {
     "a complex dtype": (lambda rows: torch.zeros(rows, 128, dtype=torch.complex64), r"complex64 does not convert"),
-    "rows of the step before": (lambda rows: torch.zeros(rows + 1, 128), r"owns (\d) rows? of it.*\(\1, 128\).*128\)"),
+    "rows of the step before": (
+        lambda rows: torch.zeros(rows + 1, 128),
+        r"owns (?P<own>\d) rows? of it.*\((?P=own), 128\).*128\)",
+    ),
     "no rows": (lambda rows: torch.zeros(128), r"has shape \(\d, 128\); the one given has \(128,\)"),
     "another width": (lambda rows: torch.zeros(rows, 64), r"has shape \(\d, 128\); the one given has \(\d, 64\)"),
     "a batch dimension": (lambda rows: torch.zeros(1, rows, 128), r"the one given has \(1, \d, 128\)"),

@@ -137,10 +137,10 @@ async def test_prints_of_blocks_that_run_at_once_say_whose_they_are(model, capsy
 
     await asyncio.gather(*map(speaks, range(3)))
     lines = capsys.readouterr().out.splitlines()
-    assert sorted(line[line.index("run ") :] for line in lines) == sorted(
+    assert sorted(line[line.rindex("run ") :] for line in lines) == sorted(
         f"run {number} step {step}" for number in range(3) for step in range(STEPS)
     )
-    prefixes = [{line[: line.index("run ")] for line in lines if f"run {number} " in line} for number in range(3)]
+    prefixes = [{line[: line.rindex("run ")] for line in lines if f"run {number} " in line} for number in range(3)]
     several = [found - {""} for found in prefixes]
     assert all(len(found) <= 1 for found in several)
     assert len(set().union(*several)) >= 2
