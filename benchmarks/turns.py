@@ -124,7 +124,7 @@ class Worker(WorkerStopwatch):
 
 def _request(name: str, number: int, block: bytes) -> Any:
     params = SimpleNamespace(extra_args=None)
-    Shipment(number, block, 1 << 40, 600.0).onto(params)
+    Shipment((number,), block, 1 << 40, 600.0).onto(params)
     return SimpleNamespace(
         req_id=name,
         sampling_params=params,
