@@ -31,6 +31,7 @@ from nnsight_async.tree.describe import describe
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
 from nnsight_async.tree.record import record
+from nnsight_async.worker.adapters import Adapters
 from nnsight_async.worker.blocks import Blocks
 from nnsight_async.worker.composition import Composition
 from nnsight_async.worker.outbox import Outbox
@@ -92,7 +93,8 @@ class Worker(WorkerStopwatch):
         self.inbox.bind(address)
         self.nnsight_outbox = Outbox(address, torch.device("cpu"))
         interleaver = Interleaver(self.model, Order(entries, exits), self.nnsight_outbox.report, self.view)
-        self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, torch.device("cpu"), Recycling(self.model, 1, 1))
+        recycling, adapters = Recycling(self.model, 1, 1), Adapters(SimpleNamespace())  # type: ignore[arg-type]
+        self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, torch.device("cpu"), recycling, adapters)
 
     def close(self) -> None:
         self.nnsight_outbox.close()
@@ -132,6 +134,7 @@ def _request(name: str, number: int, block: bytes) -> Any:
         prompt_embeds=None,
         block_ids=([number],),
         num_computed_tokens=0,
+        lora_request=None,
     )
 
 
