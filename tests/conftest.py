@@ -46,7 +46,7 @@ def qwen3_moe() -> str:
 
 
 @pytest.fixture(scope="session")
-def model(llama: str) -> Iterator[VLLM]:
+def vllm_model(llama: str) -> Iterator[VLLM]:
     """The tiny Llama on an engine that all tests share; of mode "async", it also serves `with` where no loop runs."""
     from nnsight_async import VLLM
     from nnsight_async.testing.engine import tiny_engine_args
@@ -54,3 +54,8 @@ def model(llama: str) -> Iterator[VLLM]:
     engine = VLLM(llama, mode="async", dispatch=True, rename=RENAMED, block_timeout=BLOCK_TIMEOUT, **tiny_engine_args())
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def model(vllm_model: VLLM) -> VLLM:
+    return vllm_model

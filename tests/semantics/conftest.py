@@ -16,12 +16,35 @@ from nnsight_async import VLLM
 from nnsight_async.testing import hf_model, tiny_checkpoint
 from nnsight_async.testing.engine import tiny_engine_args
 
+BACKENDS = ("vllm",)
+"""What the language is defined on: for each, there is a session fixture `NAME_model`. Tests of what only some of them
+have are marked `backends("vllm", ...)`."""
+
 ARCHITECTURES = ("llama", "qwen3", "gpt2", "qwen3_moe")
 
 
 def build(name: str, **more: Any) -> VLLM:
     """An engine on a tiny checkpoint, of mode "async", which also serves plain `with` where no loop runs."""
     return VLLM(tiny_checkpoint(name), mode="async", dispatch=True, **{**tiny_engine_args(), **more})
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def model(request: pytest.FixtureRequest) -> Any:
+    """The tiny Llama on a backend."""
+    return request.getfixturevalue(f"{request.param}_model")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of what a backend has not."""
+    left_out = [item for item in items if not _is_for_its_backend(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _is_for_its_backend(item: pytest.Item) -> bool:
+    marker, call = item.get_closest_marker("backends"), getattr(item, "callspec", None)
+    backend = None if call is None else call.params.get("model")
+    return marker is None or backend is None or backend in marker.args
 
 
 @pytest.fixture(scope="session")
@@ -56,7 +79,7 @@ class Pair:
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     name = request.param
     if name == "llama":
-        yield Pair(name, request.getfixturevalue("model"), hf_model(name))
+        yield Pair(name, request.getfixturevalue("vllm_model"), hf_model(name))
         return
     engine = build(name)
     yield Pair(name, engine, hf_model(name))

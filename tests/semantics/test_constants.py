@@ -13,6 +13,8 @@ from torch import nn
 from nnsight_async import VLLM, ShippingError, save
 from nnsight_async.testing.engine import tiny_engine_args
 
+pytestmark = pytest.mark.backends("vllm")
+
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 WIDTH, FEATURES = 128, 4096
 EACH = 4 * WIDTH * FEATURES  # bytes of each of the two large weights

@@ -13,6 +13,8 @@ from nnsight_async import OutsideBlockError, SaveError, SurfaceError, save
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
 
+pytestmark = pytest.mark.backends("vllm")
+
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 STEPS = 5
 GREEDY = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}

@@ -16,6 +16,8 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
 
+pytestmark = pytest.mark.backends("vllm")
+
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 STEPS = 5
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

@@ -11,6 +11,8 @@ import torch
 from nnsight_async import NNsightError, save
 from nnsight_async.testing.oracle import generation
 
+pytestmark = pytest.mark.backends("vllm")
+
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 GREEDY = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
 

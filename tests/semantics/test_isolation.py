@@ -14,6 +14,8 @@ from nnsight_async import IsolationError, save
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
 
+pytestmark = pytest.mark.backends("vllm")
+
 TRACED, PLAIN, STEPS = 50, 20, 6
 GREEDY = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}

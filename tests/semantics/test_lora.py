@@ -20,6 +20,8 @@ from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
 from tests.semantics.conftest import build
 
+pytestmark = pytest.mark.backends("vllm")
+
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 STEPS = 4
 GREEDY = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}

@@ -13,6 +13,8 @@ from nnsight_async import SurfaceError
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
 
+pytestmark = pytest.mark.backends("vllm")
+
 STEPS = 3
 GREEDY: dict[str, Any] = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
 LONG: dict[str, Any] = {**GREEDY, "max_tokens": 200}

@@ -20,6 +20,8 @@ from tests.programs.in_transformers import Replay
 from tests.programs.program import block_of
 from tests.semantics.conftest import build
 
+pytestmark = pytest.mark.backends("vllm")
+
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 TIE = 1e-3  # logits that are closer than this may be drawn in either order
 PATIENCE = 120.0  # seconds

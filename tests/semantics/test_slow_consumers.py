@@ -15,6 +15,8 @@ from nnsight_async.runs.history import SlowConsumers
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
 
+pytestmark = pytest.mark.backends("vllm")
+
 PROMPT = [5, 6, 7, 8]
 STEPS = 24
 ROW = 128 * 4  # bytes of one row of the hidden width, in float32

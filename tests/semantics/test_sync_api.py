@@ -19,6 +19,8 @@ from nnsight_async import VLLM, EngineClosedError, OutsideBlockError, RunCancell
 from nnsight_async.testing.engine import tiny_engine_args
 from nnsight_async.testing.oracle import generation
 
+pytestmark = pytest.mark.backends("vllm")
+
 PROMPT = [5, 17, 101, 9, 33]
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
