@@ -8,7 +8,7 @@ import os
 import socket
 import tempfile
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from vllm import SamplingParams
+from vllm.v1.engine.exceptions import EngineGenerateError
 
 from nnsight_async import VLLM, EngineStartError, ValuesLostError
 from nnsight_async.engine import engine as engine_module
@@ -59,6 +61,13 @@ def late_end(model: Any, tracer: Any) -> None:
         tracer.save(model.logits[0], "logits")
     time.sleep(4)
     tracer.save(1, "end")
+
+
+@pytest.fixture(autouse=True)
+def no_edit_stays(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "model" in request.fixturenames:
+        request.getfixturevalue("model").clear_edits()
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +207,28 @@ async def test_the_last_frame_is_missed(model: VLLM, monkeypatch: pytest.MonkeyP
         async with asyncio.timeout(WITHIN), model.run(PROMPT, every_logits, **SAMPLING) as run:
             with pytest.raises(ValuesLostError):
                 await run.result
+    await drained(model)
+
+
+async def test_the_last_frame_of_an_edit_on_a_request_from_elsewhere_is_missed(
+    model: VLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inbox = inbox_of(model)
+    deliver = inbox._deliver
+    await model.edit(every_logits)
+
+    async def last() -> Any:
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        return [one async for one in model.vllm_entrypoint.generate({"prompt_token_ids": PROMPT}, params, "own")][-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inbox, "_deliver", lambda frame: None if frame.ended else deliver(frame))
+        async with asyncio.timeout(WITHIN):
+            with pytest.raises(EngineGenerateError) as caught:
+                await asyncio.wrap_future(model._engine.call(last()))
+    assert isinstance(caught.value.__cause__, ValuesLostError)
+    output = await asyncio.wrap_future(model._engine.call(last()))
+    assert output.saves["logits"].shape == (512,)
     await drained(model)
 
 
