@@ -90,6 +90,7 @@ class Worker(WorkerStopwatch):
         self.context = zmq.Context()
         self.inbox = self.context.socket(zmq.PULL)
         self.inbox.setsockopt(zmq.RCVHWM, 0)
+        self.address = address
         self.inbox.bind(address)
         self.nnsight_outbox = Outbox(address, torch.device("cpu"))
         interleaver = Interleaver(self.model, Order(entries, exits), self.nnsight_outbox.report, self.view)
@@ -185,7 +186,7 @@ def measure(work: Work, requests: int, steps: int) -> dict[str, float]:
 def _decoded(worker: Worker) -> float:
     parts = [part.buffer for part in worker.inbox.recv_multipart(copy=False)]
     start = time.thread_time()
-    frames.decode(parts)
+    frames.decode(parts, worker.address)
     return time.thread_time() - start
 
 

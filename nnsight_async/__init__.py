@@ -32,6 +32,7 @@ from nnsight_async.errors import (
     SurfaceError,
     UnreadableError,
     UnsupportedError,
+    ValuesLostError,
 )
 from nnsight_async.interleave.context import save
 
@@ -73,6 +74,7 @@ __all__ = [
     "Token",
     "UnreadableError",
     "UnsupportedError",
+    "ValuesLostError",
     "save",
 ]
 

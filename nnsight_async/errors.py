@@ -21,6 +21,7 @@ NNsightError
 ├── RunCancelledError    (RuntimeError)    the run was cancelled before the value was there
 ├── MainGuardError       (RuntimeError)    a script builds an engine outside `if __name__ == "__main__":`
 ├── SurfaceError         (RuntimeError)    the synchronous form used on an async model, or the reverse
+├── ValuesLostError      (ConnectionError) saved values that did not come home, or came damaged
 ├── EngineStartError     (RuntimeError)    vLLM did not start
 ├── UnsupportedError     (NotImplementedError) what vLLM or this version cannot do
 ├── EngineClosedError    (RuntimeError)    the model was closed
@@ -124,6 +125,10 @@ class MainGuardError(NNsightError, RuntimeError):
 
 class SurfaceError(NNsightError, RuntimeError):
     """The synchronous form was used on an async model, or the other way round."""
+
+
+class ValuesLostError(NNsightError, ConnectionError):
+    """What a run saved was lost or damaged on its way from the worker; the run can be tried again."""
 
 
 class EngineStartError(NNsightError, RuntimeError):

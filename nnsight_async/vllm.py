@@ -9,17 +9,19 @@ import weakref
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from nnsight_async.capture.entered import is_entered
 from nnsight_async.capture.function import from_function
 from nnsight_async.engine.blueprint import build_manifest
 from nnsight_async.engine.engine import CLOSED, Engine, Limits
 from nnsight_async.engine.guard import check_main_guard
+from nnsight_async.engine.metrics import register
 from nnsight_async.engine.prompts import is_several, vllm_prompt
 from nnsight_async.engine.repository import check_repository
 from nnsight_async.engine.sampling import settings
-from nnsight_async.engine.settings import engine_settings
+from nnsight_async.engine.settings import engine_settings, model_name
+from nnsight_async.engine.spans import spans_of
 from nnsight_async.errors import EngineClosedError, UnsupportedError
 from nnsight_async.runs.body import caller, loop_is_running
 from nnsight_async.runs.edit import Edit, EditBody, Installed
@@ -35,6 +37,10 @@ from nnsight_async.runs.trace import Trace
 from nnsight_async.runs.window import Window
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import TracerProvider
+    from prometheus_client import CollectorRegistry
 
 T = TypeVar("T")
 Mode = Literal["sync", "async"]
@@ -61,6 +67,8 @@ class VLLM(ModelView):
             "fail" ends it with `SlowConsumerError`, with "drop" the stream goes on without them (`Token.dropped`).
         max_constant_bytes: how many bytes of large tensors that blocks took along stay in the worker for the next runs.
         block_timeout: seconds that a block may run between two locations before its run fails.
+        metrics: have counts in Prometheus' default registry, or in this one.
+        spans: have OpenTelemetry spans of the global provider, or of this one; None: if `otlp_traces_endpoint` is set.
         engine_args: everything that vLLM's `AsyncEngineArgs` takes.
 
     Raises:
@@ -82,6 +90,8 @@ class VLLM(ModelView):
         slow_consumers: SlowConsumers = "fail",
         max_constant_bytes: int = MAX_CONSTANT_BYTES,
         block_timeout: float = BLOCK_TIMEOUT,
+        metrics: bool | CollectorRegistry = False,
+        spans: bool | TracerProvider | None = None,
         **engine_args: Any,
     ) -> None:
         if mode not in ("sync", "async"):
@@ -100,10 +110,13 @@ class VLLM(ModelView):
         self._settings = engine_settings(repo, engine_args)
         self._renames = dict(rename or {})
         self._limits = Limits(max_save_bytes, block_timeout, max_buffered_bytes, slow_consumers, max_constant_bytes)
+        name = model_name(self._settings)
+        self._spans = spans_of(spans, name, engine_args.get("otlp_traces_endpoint"))
         self._engine: Engine | None = None
         self._root: Envoy | None = None
         self._closed = False
         self._building = threading.Lock()
+        register(self, name, metrics)
         if dispatch:
             check_main_guard()
             self._build()
@@ -331,6 +344,12 @@ class VLLM(ModelView):
         counts = self._engine.counts()
         return asyncio.wrap_future(counts) if self.mode == "async" else counts.result()
 
+    def reading(self) -> dict[str, Any] | None:
+        """What metrics show: `stats()` and `up`, without waiting long for the worker; None once this is closed."""
+        if self._closed:
+            return None
+        return {"up": 0} if self._engine is None else self._engine.reading()
+
     @functools.cached_property
     def tokenizer(self) -> Any:
         """The tokenizer of the model, as transformers loads it."""
@@ -363,6 +382,8 @@ class VLLM(ModelView):
         engine = self._build()
         try:
             for run in job.runs():
+                if self._spans is not None:
+                    self._spans.begin(run)
                 engine.submit(run)
         except BaseException:
             job.cancel()

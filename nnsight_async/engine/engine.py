@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import uvloop
@@ -20,11 +19,16 @@ from nnsight_async.engine.constants import Constants
 from nnsight_async.engine.edits import Edits
 from nnsight_async.engine.feed import Feed
 from nnsight_async.engine.foreign import Foreign, ForeignRequests
+from nnsight_async.engine.home import make_home
 from nnsight_async.engine.inbox import Inbox
+from nnsight_async.engine.overdue import Overdue
 from nnsight_async.engine.prefixes import Prefixes
+from nnsight_async.engine.settings import model_name
 from nnsight_async.engine.start import dead_error, start_error, start_vllm
-from nnsight_async.errors import AdapterError, EngineClosedError, RunCancelledError
+from nnsight_async.errors import AdapterError, EngineClosedError, NNsightError
+from nnsight_async.runs.facts import facts, outcome
 from nnsight_async.runs.history import Buffer, SlowConsumers
+from nnsight_async.runs.ledger import lost
 from nnsight_async.runs.shipment import Shipment
 from nnsight_async.tree.manifest import Manifest
 from nnsight_async.worker import last_words, processes
@@ -37,10 +41,15 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 PATIENCE = 5.0
 """Seconds that something which ends at close has for it."""
 
-COUNTED = ("started", "finished", "failed", "cancelled", "late_frames", "dropped_steps")
+ANSWER = 1.0
+"""Seconds that a worker has to say its counts to who must not wait for long."""
+
+COUNTED = ("started", "finished", "failed", "cancelled", "aborted", "late_frames", "dropped_steps")
 
 CLOSED = "this model was closed; build a new one"
 
@@ -68,10 +77,11 @@ class Engine:
     """Owns `AsyncLLM`, the thread of its loop, and the inbox. All callers, on any loop or thread, share it."""
 
     def __init__(self, settings: dict[str, Any], limits: Limits, renames: Mapping[str, str]) -> None:
+        self.name = model_name(settings)
         self._settings = settings
         self._limits = limits
         self._renames = dict(renames)
-        self._home = Path(tempfile.mkdtemp(prefix="nnsight_async-"))
+        self._home = make_home()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nnsight-engine", daemon=True)
         self._runs: dict[int, Run | Foreign] = {}
@@ -81,6 +91,8 @@ class Engine:
         self._tally: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._submitting = threading.Lock()
         self._building: Future[None] = Future()
+        self._reading: Future[dict[str, Any]] | None = None
+        self._of_worker: dict[str, Any] = {}
         self._constants = Constants(self._ask, limits.constant_bytes)
         self.adapters = Adapters(self._ask, enabled=bool(settings.get("enable_lora")))
         self._prefixes = Prefixes(bool(settings.get("enable_prefix_caching")))
@@ -109,6 +121,7 @@ class Engine:
 
     def submit(self, run: Run) -> None:
         """Start a run; returns at once."""
+        run.model = self.name
         run.ride(self.edits.chosen(run.request.edits))
         if run.request.lora is not None:
             self.adapters.check(run.request.lora)
@@ -133,6 +146,14 @@ class Engine:
     def counts(self) -> Future[dict[str, Any]]:
         """What the client and the worker hold for runs now, and how often the worker's modules reported so far."""
         return self.call(self._count())
+
+    def reading(self) -> dict[str, Any]:
+        """`counts`, those of the worker as they were last if it does not answer quickly, and `up`."""
+        with suppress(EngineClosedError):
+            if self._reading is None or self._reading.done():
+                self._reading = self.counts()
+            wait({self._reading}, timeout=0 if self.in_its_thread else ANSWER)
+        return {**self._here(), **self._of_worker, "up": int(not self._died.done())}
 
     def close(self) -> None:
         """End the engine's processes and its thread; runs that still go get `EngineClosedError`."""
@@ -166,20 +187,23 @@ class Engine:
     # -- on the engine's loop --------------------------------------------------------------------------------------
 
     async def _build(self) -> None:
-        self._inbox = Inbox(f"ipc://{self._home}/inbox", self._deliver)
-        self._receiving = self._loop.create_task(self._inbox.receive())
         self._died: asyncio.Future[None] = self._loop.create_future()
         try:
+            self._inbox = Inbox(self._home, self.name, self._deliver, self._moved)
+            self._overdue = Overdue(self._runs, self._inbox, self._ask)
             self.llm = start_vllm(self._settings, self._home)
             last_words.clear(self._home)
             # It ends with an error when any process of the engine does (vLLM 0.32, 0.33).
             outputs: Any = self.llm.output_handler
             outputs.add_done_callback(self._die)
-            ForeignRequests(self.llm, self.edits, self.adapters, self._runs, self._limits, self._prefixes)
+            ForeignRequests(
+                self.llm, self.edits, self.adapters, self._runs, self._limits, self._prefixes, self._overdue.watch
+            )
             self.manifest = Manifest.decode(await self._ask("nnsight_describe"))
             if self._renames:
                 self.manifest = self.manifest.renamed(self._renames)
                 await self._ask("nnsight_rename", self._renames)
+            log.info("the engine has started", extra={"model": self.name})
         except Exception as error:
             raise start_error(error, self._home) from error
 
@@ -188,15 +212,19 @@ class Engine:
             return
         self._runs[run.key] = run
         self._tally["started"] += 1
+        self._overdue.watch()
         task = self._loop.create_task(self._serve(run))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _count(self) -> dict[str, Any]:
         worker: dict[str, Any] = await self._ask("nnsight_counts")
+        self._of_worker = worker
+        return {**self._here(), **worker}
+
+    def _here(self) -> dict[str, Any]:
         held = {"client_runs": len(self._runs), "client_tasks": len(self._tasks)}
-        received = {"messages": self._inbox.messages, "bytes": self._inbox.bytes}
-        return {**held, **self._tally, **received, **worker}
+        return {**held, **self._tally, **self._inbox.counts()}
 
     async def _ask(self, method: str, *args: Any) -> Any:
         """What the worker's `method` returns; `EngineDeadError` as soon as the engine has ended, when vLLM waits on."""
@@ -228,12 +256,14 @@ class Engine:
                 if not run.settled:
                     await feed.open(self.llm)
                     await over.wait()
-                    await feed.close()
+                    self._tally["aborted"] += await feed.close()
         except Exception as error:
             run.fail(self._failure(error))
         finally:
             self._runs.pop(run.key, None)
-            self._tally[_end_of(run)] += 1
+            self._tally[outcome(run)] += 1
+            if log.isEnabledFor(logging.DEBUG):
+                log.debug("run %d %s", run.key, outcome(run), extra=facts(run))
             if isinstance(run.error, AdapterError):
                 self.adapters.forget(run.request.lora)
             run.unload()
@@ -243,6 +273,8 @@ class Engine:
         """vLLM gives no more outputs: unless it was closed, it is dead, and so is every run."""
         if not self._closing:
             self._died.set_result(None)
+            told = {"model": self.name, "open_runs": len(self._runs)}
+            log.error("the engine's processes have ended; %d runs were open", len(self._runs), extra=told)
             for run in list(self._runs.values()):
                 run.fail(dead_error(self._home))
 
@@ -258,7 +290,11 @@ class Engine:
             try:
                 run.feed_frame(frame)
             except Exception as error:  # whatever one run's frame does, the others' come after it
-                run.fail(error)
+                run.fail(error if isinstance(error, NNsightError) else lost(frame.step, repr(error)))
+
+    def _moved(self) -> None:
+        """The inbox has a new address."""
+        self._telling = self._loop.create_task(self._overdue.send_here())
 
     def _failure(self, error: BaseException) -> BaseException:
         from vllm.v1.engine.exceptions import EngineDeadError as Dead
@@ -278,26 +314,20 @@ class Engine:
             await asyncio.wait(rest, timeout=PATIENCE)
 
     async def _end_vllm(self) -> None:
-        self._receiving.cancel()
-        await asyncio.wait([self._receiving])
-        self._inbox.close()
+        if hasattr(self, "_inbox"):
+            await self._inbox.close()
         if hasattr(self, "llm"):
             self.llm.shutdown()
             _end_sockets(self.llm.engine_core)
 
     def _end_loop(self) -> None:
         self._closed = True
+        log.info("the engine was closed", extra={"model": self.name})
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(PATIENCE)
         if not self._thread.is_alive():
             self._loop.close()
         shutil.rmtree(self._home, ignore_errors=True)
-
-
-def _end_of(run: Run) -> str:
-    if run.error is None:
-        return "finished"
-    return "cancelled" if isinstance(run.error, RunCancelledError) else "failed"
 
 
 def _end_sockets(client: Any) -> None:

@@ -38,6 +38,7 @@ class Feed:
                 request.prompt,
                 request.params,
                 lora_request=request.lora,
+                trace_headers=request.trace_headers,
                 priority=request.priority,
             )
         self._id = collector.request_id
@@ -46,10 +47,12 @@ class Feed:
         if early is not None:
             self._put(early)
 
-    async def close(self) -> None:
-        """Abort the request, if it still goes."""
-        if self._id is not None and not self._over:
-            await self._llm.abort(self._id, internal=True)
+    async def close(self) -> bool:
+        """Abort the request, if it still goes; returns whether it did."""
+        if self._id is None or self._over:
+            return False
+        await self._llm.abort(self._id, internal=True)
+        return True
 
     def _put(self, output: Any) -> None:
         """Called by the task that serves all requests: nothing may be raised here."""

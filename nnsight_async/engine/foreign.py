@@ -65,7 +65,7 @@ def _nowhere(output: Any) -> None:
     """Before anybody reads."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Foreign:
     """A request whose outputs wait for what its edits saved, and then go where vLLM's caller reads them.
 
@@ -120,6 +120,13 @@ class Foreign:
             error = failures.unpack(frame.error, self._beginning(frame.part))
             sequence.failure = None if frame.ended else frame.step, error
         self._advance()
+
+    def awaited(self) -> list[tuple[int, Ledger]]:
+        """The sequences, by key and ledger, of which vLLM has told more than the worker."""
+        if self.over.is_set() or not self._pending:
+            return []
+        waits = [self.keys[completion.index] for completion in self._pending[0].outputs if not self._holds(completion)]
+        return [(key, self._sequences[key].ledger) for key in waits]
 
     def fail(self, error: BaseException) -> None:
         """End the request with `error`, which its caller gets."""
@@ -219,6 +226,7 @@ class ForeignRequests:
         runs: dict[int, Any],
         limits: Limits,
         prefixes: Prefixes,
+        watch: Callable[[], None],
     ) -> None:
         self._llm: Any = llm
         self._edits = edits
@@ -226,6 +234,7 @@ class ForeignRequests:
         self._runs = runs
         self._limits = limits
         self._prefixes = prefixes
+        self._watch = watch
         self._seeing: set[asyncio.Task[None]] = set()
         self._add = llm.add_request
         self._llm.add_request = self.add
@@ -253,6 +262,7 @@ class ForeignRequests:
         ).onto(params)
         prompt = self._prefixes.apart(prompt, params, foreign.keys[0], edits, block=False)
         self._runs.update(dict.fromkeys(foreign.keys, foreign))
+        self._watch()
         try:
             collector = await self._add(request_id, prompt, params, *more, **options)
         except BaseException:

@@ -2,44 +2,131 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import count
+from pathlib import Path
 
 import zmq
 import zmq.asyncio
 
 from nnsight_async.runs import frames
-from nnsight_async.runs.frames import Frame
+from nnsight_async.runs.frames import MARK, Frame, inbox_address
 
 log = logging.getLogger(__name__)
 
+INTERVAL = 1.0
+"""Seconds between looks for a mark, and between attempts to open a socket."""
+
+SILENCE = 5
+"""How many intervals without any message may pass on the way to a mark."""
+
 
 class Inbox:
-    """Receives on the engine's loop and hands frames on."""
+    """Receives on the engine's loop, where it is made, and hands frames on.
 
-    def __init__(self, address: str, deliver: Callable[[Frame], None]) -> None:
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(address)
+    A socket that somebody has closed, or that nothing comes through any more, is replaced by one at another address,
+    of which `moved` tells the worker. What was under way is lost, and missed by the runs that it was for.
+    """
+
+    def __init__(self, home: Path, model: str, deliver: Callable[[Frame], None], moved: Callable[[], None]) -> None:
+        self._home = home
+        self._told = {"model": model}
         self._deliver = deliver
-        self.messages = 0
-        self.bytes = 0
+        self._moved = moved
+        self._numbers = count()
+        self._marks = count(1)
+        self._context = zmq.asyncio.Context()
+        self._closing = False
+        self._marked = 0
+        self.messages = self.frames = self.bytes = 0
+        self.damaged = 0
+        """Messages that could not be read."""
+        try:
+            self._open()
+        except BaseException:
+            self._context.term()
+            raise
+        self._task = asyncio.ensure_future(self._receive())
 
-    async def receive(self) -> None:
-        """Hand on every frame that comes, until cancelled."""
-        while True:
-            parts = [part.buffer for part in await self._socket.recv_multipart(copy=False)]
-            self.messages += 1
-            self.bytes += sum(part.nbytes for part in parts)
-            try:
-                found = frames.decode(parts)
-            except ValueError:
-                log.exception("a message of saved values was dropped")
-                continue
-            for frame in found:
-                self._deliver(frame)
+    def counts(self) -> dict[str, int]:
+        """What has come so far."""
+        return {"messages": self.messages, "frames": self.frames, "bytes": self.bytes, "damaged": self.damaged}
 
-    def close(self) -> None:
+    @property
+    def next_mark(self) -> int:
+        """The number for a mark that is to be sent."""
+        return next(self._marks)
+
+    async def marked(self, number: int) -> bool:
+        """Wait for a mark; False if nothing at all comes for a while. The socket is then replaced."""
+        silent = 0
+        while self._marked < number and silent < SILENCE:
+            before = self.messages
+            await asyncio.sleep(INTERVAL)
+            silent = silent + 1 if self.messages == before else 0
+        if self._marked < number:
+            self._socket.close(linger=0)
+        return self._marked >= number
+
+    async def close(self) -> None:
+        self._closing = True
+        self._task.cancel()
+        await asyncio.wait([self._task])
         self._socket.close(linger=0)
         self._context.term()
+
+    async def _receive(self) -> None:
+        """Hand on every frame that comes, until closed."""
+        while True:
+            try:
+                parts = [part.buffer for part in await self._socket.recv_multipart(copy=False)]
+            except (zmq.ZMQError, asyncio.CancelledError):  # which is also what pyzmq makes of a closed socket
+                if self._closing:
+                    raise
+                await self._move()
+            else:
+                self._take(parts)
+
+    def _take(self, parts: Sequence[frames.Buffer]) -> None:
+        self.messages += 1
+        self.bytes += sum(len(part) for part in parts)
+        try:
+            found = frames.decode(parts, self.address)
+        except ValueError as error:
+            self.damaged += 1
+            log.warning("what came to the socket for saved values was dropped: %s", error, extra=self._told)
+            return
+        self.frames += len(found)
+        for frame in found:
+            if frame.key == MARK:
+                self._marked = max(self._marked, frame.step)
+            else:
+                self._deliver(frame)
+
+    async def _move(self) -> None:
+        while True:
+            self._socket.close(linger=0)
+            try:
+                self._open()
+                break
+            except (zmq.ZMQError, OSError):
+                log.exception(
+                    "the socket for saved values cannot be opened; what runs save now is lost", extra=self._told
+                )
+                await asyncio.sleep(INTERVAL)
+        log.warning("the socket for saved values had to be replaced; what was on its way is lost", extra=self._told)
+        self._moved()
+
+    def _open(self) -> None:
+        """A new address each time: a socket that is closed takes its file with it, some time later."""
+        self._home.mkdir(mode=0o700, exist_ok=True)
+        self.address = inbox_address(self._home, next(self._numbers))
+        self._socket = self._context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        try:
+            self._socket.bind(self.address)
+        except BaseException:
+            self._socket.close(linger=0)
+            raise

@@ -16,6 +16,11 @@ CPU_WORKER = "nnsight_async.worker.cpu.CPUBlockWorker"
 FRUGAL_CPU_WORKER = "nnsight_async.worker.cpu.FrugalCPUBlockWorker"
 CUDA_WORKER = "nnsight_async.worker.cuda.CUDABlockWorker"
 
+DATA_PARALLEL = (
+    "data_parallel_size is not supported: vLLM would spread the requests over several workers, and what blocks save is "
+    "taken in from one; build as many models as you want replicas, in this process or in others, and spread the prompts"
+)
+
 
 def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
     """Raise `TypeError` for a keyword that is not known, with the nearest one that is."""
@@ -42,15 +47,26 @@ def engine_settings(repo: str, given: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("VLLM() sets worker_cls itself: its worker is the one that runs blocks")
     if given.get("enforce_eager") is False:
         raise UnsupportedError("enforce_eager=False is not supported yet: a replayed CUDA graph runs no block")
+    if (given.get("data_parallel_size") or 1) > 1:
+        raise UnsupportedError(DATA_PARALLEL)
+    tracing = given.get("otlp_traces_endpoint") is not None
+    if tracing and given.get("disable_log_stats"):  # vLLM's span needs them, and the engine would end (0.32, 0.33)
+        raise ValueError("otlp_traces_endpoint needs vLLM's statistics: leave disable_log_stats out")
     ours = {
         "enforce_eager": True,
         "enable_chunked_prefill": False,
         "enable_prefix_caching": False,
-        "disable_log_stats": True,
+        "disable_log_stats": not tracing,
         "use_tqdm_on_load": sys.stderr is not None and sys.stderr.isatty(),
         "worker_cls": _cpu_worker(given) if current_platform.is_cpu() else CUDA_WORKER,
     }
     return {"model": repo, **ours, **given}
+
+
+def model_name(settings: Mapping[str, Any]) -> str:
+    """What logs, metrics and spans call the model: its first `served_model_name`, as vLLM does, or its repository."""
+    names = settings.get("served_model_name") or settings["model"]
+    return names if isinstance(names, str) else str(names[0])
 
 
 def _cpu_worker(given: Mapping[str, Any]) -> str:

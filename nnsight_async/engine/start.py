@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -23,6 +24,8 @@ ADVICE = {
     r"Free memory on device": "set a smaller gpu_memory_utilization, or end what else is on the GPU",
     r"OutOfMemoryError|out of memory": "set a smaller max_model_len, max_num_seqs or kv_cache_memory_bytes, or take a "
     "smaller dtype or model",
+    r"No space left on device|Disk quota exceeded|Read-only file system|ZMQError": "make room in the folder for "
+    "temporary files, where the engine's sockets are, or have the environment variable TMPDIR name another",
     r"SafetensorError": "the weights of the checkpoint are damaged or incomplete: fetch them again",
     r"ended by SIGKILL": "most likely the machine has run out of memory: set a smaller max_model_len or "
     "kv_cache_memory_bytes",
@@ -52,9 +55,13 @@ def start_error(error: Exception, home: Path) -> Exception:
     words = left_in(home)
     if words is None and isinstance(error, ValueError):
         return error if type(error) is ValueError else ValueError(last_words.essence(error))
-    if words is None and isinstance(error, (TypeError, OSError, NotImplementedError)):
+    if words is None and isinstance(error, (TypeError, OSError, NotImplementedError)) and not _is_of_disk(error):
         return error
-    return EngineStartError(f"the engine did not start: {words or last_words.words_of(error)}")
+    return EngineStartError(f"the engine did not start: {words or _advised(last_words.words_of(error))}")
+
+
+def _is_of_disk(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def dead_error(home: Path) -> EngineDeadError:
@@ -68,8 +75,10 @@ def left_in(home: Path) -> str | None:
     """What the first process to fail has said, and what to do about it where that is known."""
     processes.hear()
     words = last_words.read(home)
-    if words is None:
-        return None
+    return None if words is None else _advised(words)
+
+
+def _advised(words: str) -> str:
     return "\n".join([words, *[what for pattern, what in ADVICE.items() if re.search(pattern, words)][:1]])
 
 

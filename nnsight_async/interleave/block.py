@@ -93,6 +93,8 @@ class BlockRun:
         self.stopped = False
         self.wrote = False
         self.finished = False
+        self.reports = 0
+        """How often the worker has said where it stands."""
         self.caches: list[Cache] = []
         self.ended = False
         self._killed = False

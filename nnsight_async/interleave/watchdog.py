@@ -42,6 +42,8 @@ class Watchdog:
     def __init__(self) -> None:
         self.seconds = 0.0
         """What the turns that are over have taken."""
+        self.total = 0
+        """Strikes so far."""
         self._began = 0.0
         self._deadline = math.inf
         self._strikes = 0
@@ -90,6 +92,7 @@ class Watchdog:
         if running() is None or time.monotonic() <= self._deadline:
             return
         self._strikes += 1
+        self.total += 1
         if self._strikes <= CHANCES:
             raise Expired
         self._abandoned = True

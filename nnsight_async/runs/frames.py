@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from os import PathLike, fspath
 from typing import Any, cast
 
 import msgspec
 import torch
 
-from nnsight_async.runs.packing import Flat, Kind, unpack
+from nnsight_async.runs.packing import Flat, Kind, Unreadable, unpack
 
 Buffer = bytes | bytearray | memoryview
+
+MARK = 0
+"""The key of a frame that is no run's: all that was sent before it has come. Its step numbers it."""
+
+
+def inbox_address(home: str | PathLike[str], number: int = 0) -> str:
+    """Where an engine takes messages in; `number` counts the sockets that it has had."""
+    return f"ipc://{fspath(home)}/inbox-{number}"
 
 
 class Frame(msgspec.Struct, array_like=True):
@@ -20,7 +29,8 @@ class Frame(msgspec.Struct, array_like=True):
     asked for the request to end here, `ended` that the entries were saved after the last step, and `error` holds what
     it raised (see `failures`). `printed` is what it printed, `warned` what it warned of: category, message, file, line.
     An entry has a name, an operation and a packed value; all together took `size` bytes of the run's budget.
-    `part` says which of the blocks of the request it comes from: its edits in their order, and then its own.
+    `part` says which of the blocks of the request it comes from: its edits in their order, and then its own. `number`
+    counts the frames of that part. `damaged` says why the entries could not be read here.
     """
 
     key: int
@@ -34,13 +44,16 @@ class Frame(msgspec.Struct, array_like=True):
     warned: list[tuple[str, str, str, int]] = []
     size: int = 0
     part: int = 0
+    number: int = 0
+    damaged: str = ""
 
 
 class Message(msgspec.Struct, array_like=True):
-    """The frames of a step, and what the flat tensors that their entries refer to."""
+    """The frames of a step, what the flat tensors are that their entries refer to, and the inbox it is for."""
 
     kinds: list[Kind]
     frames: list[Frame]
+    address: str = ""
 
 
 def encode(message: Message, flats: Sequence[torch.Tensor]) -> list[Buffer]:
@@ -48,16 +61,36 @@ def encode(message: Message, flats: Sequence[torch.Tensor]) -> list[Buffer]:
     return [_encoder.encode(message), *map(_buffer, flats)]
 
 
-def decode(parts: Sequence[Buffer]) -> list[Frame]:
-    """The frames of a message, with the values of their entries rebuilt; `ValueError` for a malformed one."""
+def decode(parts: Sequence[Buffer], address: str = "") -> list[Frame]:
+    """The frames of a message to `address`, with the values of their entries rebuilt.
+
+    `ValueError` for what is no such message. Where the values of a frame cannot be read, it says so, and the others are
+    whole.
+    """
     try:
         message = _decoder.decode(parts[0])
-        flats = [Flat.of(kind, part) for kind, part in zip(message.kinds, parts[1:], strict=True)]
-        for frame in message.frames:
-            frame.entries = [(name, operation, unpack(value, flats)) for name, operation, value in frame.entries]
-    except (msgspec.MsgspecError, IndexError, TypeError, RuntimeError, KeyError, ValueError) as error:
-        raise ValueError(f"a malformed message came from the worker: {error}") from error
+    except (msgspec.MsgspecError, IndexError, ValueError) as error:
+        raise ValueError(f"a malformed message: {error}") from error
+    if message.address != address:
+        raise ValueError("a malformed message: it is for another engine")
+    flats = [_flat(kind, part) for kind, part in zip(message.kinds, parts[1:], strict=False)]
+    for frame in message.frames:
+        _rebuild(frame, flats)
     return message.frames
+
+
+def _flat(kind: Kind, part: Buffer) -> Flat | Unreadable:
+    try:
+        return Flat.of(kind, part)
+    except Exception as error:  # of whatever kind: torch has its own for what does not fit
+        return Unreadable(str(error))
+
+
+def _rebuild(frame: Frame, flats: Sequence[Flat | Unreadable]) -> None:
+    try:
+        frame.entries = [(name, operation, unpack(value, flats)) for name, operation, value in frame.entries]
+    except Exception as error:  # of whatever kind: it was not `pack` that made this
+        frame.entries, frame.damaged = [], f"{type(error).__name__}: {error}"
 
 
 _encoder = msgspec.msgpack.Encoder()

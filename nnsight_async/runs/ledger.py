@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nnsight_async.errors import SaveError
+from nnsight_async.errors import SaveError, ValuesLostError
 from nnsight_async.runs.frames import Frame
 
 Entry = tuple[str, str, Any]
@@ -25,6 +25,10 @@ class Ledger:
         self.values: dict[str, Any] = {}
         self.through = -1
         self.stopped_at: int | None = None
+        self.bytes = 0
+        """What has been saved so far."""
+        self.frames = [0] * len(parts)
+        """How many have come, by part."""
         self._parts = parts
         self._reached = [-1] * len(parts)
         self._open = len(parts)
@@ -39,7 +43,14 @@ class Ledger:
         return not self._open
 
     def file(self, frame: Frame) -> None:
-        """Take a frame in; `SaveError` where two blocks of the request save the same name."""
+        """Take a frame in; `SaveError` where two blocks of the request save the same name.
+
+        `ValuesLostError` for one that is damaged, or not the next of its part.
+        """
+        if frame.damaged or frame.number != self.frames[frame.part]:
+            raise lost(frame.step if frame.damaged else self.missing_step, frame.damaged)
+        self.frames[frame.part] += 1
+        self.bytes += frame.size
         for name, _, _ in frame.entries:
             if self._owners.setdefault(name, frame.part) != frame.part:
                 raise SaveError(self._taken(name, frame.part))
@@ -62,6 +73,18 @@ class Ledger:
         """Whether all that `step` will save has come."""
         return not self._open or step <= min(self._reached)
 
+    @property
+    def missing_step(self) -> int:
+        """The first step of which not everything has come."""
+        return min(min(self._reached, default=DONE), self.through) + 1
+
+    def misses(self, sent: Mapping[int, int]) -> bool:
+        """Whether more has been sent than has come: by part, how many frames; a part that is not there has ended."""
+        return any(
+            reached != DONE and (part not in sent or sent[part] > self.frames[part])
+            for part, reached in enumerate(self._reached)
+        )
+
     def let_out(self, step: int) -> tuple[dict[str, Any], int]:
         """Apply the entries of `step`; returns the values that it saved, and the bytes that came for them."""
         return self._apply(self._filed.pop(step, ())), self._sizes.pop(step, 0)
@@ -82,6 +105,12 @@ class Ledger:
         for name, operation, value in entries:
             self.values[name] = _after(self.values.get(name), operation, value)
         return {name: self.values[name] for name, _, _ in entries}
+
+
+def lost(step: int, why: str = "") -> ValuesLostError:
+    """The error of a run of which something is missing from `step` on."""
+    what = f"came damaged ({why})" if why else "were lost"
+    return ValuesLostError(f"saved values of step {max(step, 0)} {what} on their way from the worker; run it again")
 
 
 def _after(before: Any, operation: str, value: Any) -> Any:

@@ -133,7 +133,16 @@ class Flat(NamedTuple):
         return torch.frombuffer(own, dtype=self.dtype).view(shape)
 
 
-def unpack(packed: list[Any], flats: Sequence[Flat]) -> Any:
+class Unreadable(NamedTuple):
+    """A flat tensor that did not come whole."""
+
+    reason: str
+
+    def piece(self, offset: int, shape: list[int]) -> torch.Tensor:
+        raise ValueError(self.reason)
+
+
+def unpack(packed: list[Any], flats: Sequence[Flat | Unreadable]) -> Any:
     """The value again, with memory of its own. Raises any of several errors for what `pack` did not make."""
     tag = packed[0]
     if tag == "tensor":

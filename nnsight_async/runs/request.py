@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ class Request:
     priority: int = 0
     invoke: int = 0
     sequence: int = 0
+    trace_headers: Mapping[str, str] | None = None
 
     def on(self, prompt: Any) -> Request:
         """The same for another prompt."""

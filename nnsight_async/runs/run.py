@@ -53,6 +53,8 @@ class Run(Job):
         super().__init__(block.names if block is not None else ())
         self.key = new_key()
         self.request = request
+        self.model = ""
+        """The name of the model that it was given to."""
         self.block = block
         self.edits: Sequence[Installed] = ()
         self.ledger = Ledger(OWN if block is not None else ())
@@ -116,6 +118,11 @@ class Run(Job):
                 error.add_note(f"prompt: {failures.describe(self.request.prompt)}")
                 self._failure = _Failure(None if frame.ended else frame.step, error)
             self._advance()
+
+    def awaited(self) -> list[tuple[int, Ledger]]:
+        """Itself, by key and ledger, if vLLM has told of a step, or of the end, and the worker has not yet."""
+        awaits = not self.settled and not self.ledger.done and (bool(self._pending) or self._finished)
+        return [(self.key, self.ledger)] if awaits else []
 
     def fail(self, error: BaseException) -> None:
         """End the run with `error`, which everyone who waits for it gets."""

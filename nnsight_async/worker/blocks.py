@@ -61,9 +61,9 @@ class Blocks:
         """Forward passes that had a block."""
 
     @property
-    def live(self) -> int:
-        """How many runs have state here."""
-        return sum(map(len, self._runs.values()))
+    def runs(self) -> list[BlockRun]:
+        """Those that have state here."""
+        return [run for runs in self._runs.values() for run in runs]
 
     @property
     def edits(self) -> int:

@@ -7,12 +7,11 @@ import queue
 import threading
 from typing import TYPE_CHECKING, Any
 
-import zmq
-
 from nnsight_async.errors import SaveError
 from nnsight_async.runs import failures, frames
-from nnsight_async.runs.frames import Frame, Message
+from nnsight_async.runs.frames import MARK, Frame, Message
 from nnsight_async.runs.packing import Tensors, pack
+from nnsight_async.worker.sender import Sender
 from nnsight_async.worker.staging import Staging
 
 if TYPE_CHECKING:
@@ -30,11 +29,12 @@ class Outbox:
     """Sends one message per step. The model's thread only starts copies and enqueues."""
 
     def __init__(self, address: str, device: torch.device) -> None:
+        self._address = address
         self._staging = Staging(device)
         self._frames: list[Frame] = []
         self._tensors = Tensors()
         self._queue: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._send_all, args=(address,), name="nnsight-outbox", daemon=True)
+        self._thread = threading.Thread(target=self._send_all, name="nnsight-outbox", daemon=True)
         self._thread.start()
 
     def report(self, run: BlockRun) -> None:
@@ -52,7 +52,8 @@ class Outbox:
             entries = []
         printed, warned = run.console.take()
         frame = Frame(run.key, run.step, entries, run.over, run.stopped, run.ended, failure, printed, warned)
-        frame.size, frame.part = run.saves.spent - spent, run.part
+        frame.size, frame.part, frame.number = run.saves.spent - spent, run.part, run.reports
+        run.reports += 1
         self._frames.append(frame)
 
     def say(self, key: int, part: int, error: Exception | None) -> None:
@@ -64,14 +65,18 @@ class Outbox:
         """The step is over: let the other thread send what was taken."""
         if not self._frames:
             return
-        message = Message(self._tensors.kinds, self._frames)
+        message = Message(self._tensors.kinds, self._frames, self._address)
         try:
             flats, copied = self._staging.start(self._tensors.join())
         except Exception as error:  # out of memory: these runs end, the engine goes on
-            message = Message([], [_without_values(frame, error) for frame in self._frames])
-            flats, copied = [], None
+            message, flats, copied = _without_values(message, error), [], None
         self._frames, self._tensors = [], Tensors()
         self._queue.put((message, flats, copied))
+
+    def mark(self, address: str, number: int) -> None:
+        """Send a mark behind all that was reported; from now on, send to `address`."""
+        self._address = address
+        self._queue.put((Message([], [Frame(MARK, number)], address), [], None))
 
     def _packed(self, entry: Entry) -> tuple[str, str, Any]:
         try:
@@ -83,26 +88,28 @@ class Outbox:
         self._queue.put(None)
         self._thread.join(timeout=5)
 
-    def _send_all(self, address: str) -> None:
-        context = zmq.Context()
-        socket = context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.LINGER, 1000)
-        socket.connect(address)
+    def _send_all(self) -> None:
+        sender = Sender()
         while (parcel := self._queue.get()) is not None:
             try:
-                message, flats, copied = parcel
-                if copied is not None:
-                    copied.synchronize()
-                socket.send_multipart(frames.encode(message, flats), copy=False)
-            except Exception:
+                sender.send(parcel[0].address, _encoded(*parcel))
+            except Exception:  # the client will miss it
                 log.exception("a message of saved values could not be sent")
-        socket.close()
-        context.term()
+        sender.close()
 
 
-def _without_values(frame: Frame, error: Exception) -> Frame:
+def _encoded(message: Message, flats: list[torch.Tensor], copied: torch.cuda.Event | None) -> list[frames.Buffer]:
+    try:
+        if copied is not None:
+            copied.synchronize()
+        return frames.encode(message, flats)
+    except Exception as error:
+        return frames.encode(_without_values(message, error), [])
+
+
+def _without_values(message: Message, error: Exception) -> Message:
     failure = SaveError(f"what was saved in this step cannot be sent: {error}")
-    frame.entries, frame.done = [], True
-    frame.error = frame.error or failures.pack(failure, f"in step {max(frame.step, 0)} of the run")
-    return frame
+    for frame in message.frames:
+        frame.entries, frame.done = [], True
+        frame.error = frame.error or failures.pack(failure, f"in step {max(frame.step, 0)} of the run")
+    return Message([], message.frames, message.address)

@@ -15,6 +15,7 @@ def refuse(config: Any) -> None:
         "dual batch overlap (enable_dbo)": bool(getattr(parallel, "enable_dbo", False)),
         "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+        "data parallelism": parallel.data_parallel_size > 1,
         "pooling models": config.model_config.runner_type == "pooling",
         "tensor parallelism (not yet)": parallel.tensor_parallel_size > 1,
         "pipeline parallelism (not yet)": parallel.pipeline_parallel_size > 1,

@@ -13,6 +13,7 @@ from nnsight_async.interleave.console import keep_warnings
 from nnsight_async.interleave.interleaver import Interleaver, Limits
 from nnsight_async.interleave.order import Order
 from nnsight_async.runs import failures
+from nnsight_async.runs.frames import inbox_address
 from nnsight_async.tree.describe import describe
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
@@ -117,12 +118,17 @@ class BlockWorker:
             return failures.pack(error, "while it was loaded ahead of requests")
         return None
 
+    def nnsight_mark(self, address: str, number: int) -> list[tuple[int, int, int]]:
+        """Send a mark behind all that was reported; returns how much that was, by key and part, of the runs that go."""
+        self.nnsight_outbox.mark(address, number)
+        return [(run.key, run.part, run.reports) for run in self.nnsight_blocks.runs]
+
     def nnsight_counts(self) -> dict[str, Any]:
         """What blocks hold in this worker now, and what they have taken so far."""
         interleaver = self.nnsight_blocks.interleaver
         return {
             "runner": self.nnsight_runner,
-            "runs": self.nnsight_blocks.live,
+            "runs": len(self.nnsight_blocks.runs),
             "edits": self.nnsight_blocks.edits,
             "waiting": len(interleaver.waiting),
             "entered": interleaver.sites.entered,
@@ -130,6 +136,7 @@ class BlockWorker:
             "reports": interleaver.sites.reports,
             "steps": self.nnsight_blocks.steps,
             "block_seconds": interleaver.watchdog.seconds,
+            "strikes": interleaver.watchdog.total,
             "replays": interleaver.log.replays,
             "constants": self.nnsight_blocks.constants.count,
             "constant_bytes": self.nnsight_blocks.constants.bytes,
@@ -153,7 +160,7 @@ class BlockWorker:
         calls = record(model, forward)
         manifest = describe(model, repo=runner.model_config.model, vllm_version=vllm.__version__, calls=calls)
         self.nnsight_manifest = manifest
-        self.nnsight_outbox = Outbox(f"ipc://{os.environ[HOME]}/inbox", runner.device)
+        self.nnsight_outbox = Outbox(inbox_address(os.environ[HOME]), runner.device)
         view = ModelView(Envoy(manifest))
         limits = Limits(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
         interleaver = Interleaver(model, _order(manifest), self.nnsight_outbox.report, view, _aliases(manifest), limits)

@@ -9,7 +9,8 @@ from nnsight_async.testing.engine import HELD, drained
 
 PROMPT = [5, 17, 101]
 LOGITS = 512 * 4  # bytes in a step
-COUNTED = ("started", "finished", "failed", "cancelled", "messages", "bytes", "late_frames", "steps", "block_seconds")
+COUNTED = ("started", "finished", "failed", "cancelled", "aborted", "late_frames")
+COUNTED += ("messages", "frames", "bytes", "damaged", "steps", "block_seconds", "strikes")
 
 
 async def test_each_run_is_counted_once_by_how_it_ended(model: VLLM) -> None:
@@ -39,12 +40,16 @@ async def test_each_run_is_counted_once_by_how_it_ended(model: VLLM) -> None:
         "dropped_steps",
         "reports",
         "replays",
+        "edits",
         "constants",
         "constant_bytes",
         "runner",
     }
     grown = {name: after[name] - before[name] for name in COUNTED}
     assert (grown["started"], grown["finished"], grown["failed"], grown["cancelled"]) == (4, 2, 1, 1)
+    assert grown["aborted"] == 2
+    assert grown["damaged"] == grown["strikes"] == 0
+    assert grown["frames"] >= grown["messages"]
     assert grown["steps"] >= 5
     assert grown["messages"] >= 5
     assert grown["bytes"] > 4 * LOGITS

@@ -30,7 +30,8 @@ def output(*ids: int, finished: bool = False) -> Any:
 
 
 def end(one: Run, *ids: int, **values: Any) -> None:
-    one.feed_frame(Frame(one.key, len(one.tokens), [(name, "set", value) for name, value in values.items()], done=True))
+    entries = [(name, "set", value) for name, value in values.items()]
+    one.feed_frame(Frame(one.key, len(one.tokens), entries, done=True, number=one.ledger.frames[0]))
     one.feed_output(output(*ids, finished=True))
 
 

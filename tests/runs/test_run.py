@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_async import RunCancelledError, Saved
+from nnsight_async import RunCancelledError, Saved, ValuesLostError
 from nnsight_async.capture.block import Block
 from nnsight_async.capture.constants import constant
 from nnsight_async.runs import failures
@@ -39,8 +39,9 @@ def output(*ids: int, finished: bool = False, text: str | None = None) -> Any:
 
 
 def frame(run: Run, step: int, value: Any = None, **more: Any) -> Frame:
+    """The next frame of the run, unless `number=` says otherwise."""
     entries = [] if value is None else [("x", "set", value)]
-    return Frame(run.key, step, entries, **more)
+    return Frame(run.key, step, entries, **{"number": run.ledger.frames[0], **more})
 
 
 def told(run: Run) -> list[tuple[int, dict[str, Any]]]:
@@ -225,3 +226,50 @@ def test_what_a_caller_was_handling_once_is_not_part_of_the_error_later(run):
     with pytest.raises(ValueError, match="the block's") as caught:
         run.outcome()
     assert caught.value.__context__ is None
+
+
+def awaits(run: Run) -> bool:
+    return run.awaited() == [(run.key, run.ledger)]
+
+
+def test_a_frame_that_is_missing(run):
+    run.feed_frame(frame(run, 0, "a"))
+    run.feed_output(output(7, 8))
+    assert awaits(run)
+    with pytest.raises(ValuesLostError, match="step 1 were lost"):
+        run.feed_frame(frame(run, 2, "c", number=2))
+
+
+def test_the_frame_before_the_end_is_missing(run):
+    run.feed_frame(frame(run, 0, "a"))
+    with pytest.raises(ValuesLostError, match="step 1 were lost"):
+        run.feed_frame(frame(run, 1, "c", number=2, ended=True, done=True))
+
+
+def test_a_frame_that_comes_twice(run):
+    run.feed_frame(frame(run, 0, "a"))
+    with pytest.raises(ValuesLostError):
+        run.feed_frame(frame(run, 0, "a", number=0))
+
+
+def test_what_the_worker_has_sent_and_what_has_come(run):
+    run.feed_frame(frame(run, 0, "a"))
+    assert not run.ledger.misses({0: 1})
+    assert run.ledger.misses({0: 2})
+    assert run.ledger.misses({})  # it has ended there
+    run.feed_frame(frame(run, 0, done=True, ended=True))
+    assert not run.ledger.misses({})
+
+
+def test_a_run_waits_for_frames_only_while_vllm_is_ahead(run):
+    assert not awaits(run)
+    run.feed_output(output(7))
+    assert awaits(run)
+    run.feed_frame(frame(run, 0, "a"))
+    assert not awaits(run)
+    run.feed_frame(frame(run, 1, "b"))
+    assert not awaits(run)
+    run.feed_output(output(8, finished=True))
+    assert awaits(run)  # what is saved after the last step
+    run.feed_frame(frame(run, 1, done=True, ended=True))
+    assert not awaits(run)

@@ -98,7 +98,7 @@ def run(simulation: Simulation, batch: tuple[Task, ...], moves: list[Move]) -> l
         assert all(each.run.values.get("landed", ()))
         assert all(each.run.values.get("edit landed", ()))
         assert each.run.error is None or isinstance(each.run.error, (Planned, RunCancelledError)), each.run.error
-    assert simulation.blocks.live == 0
+    assert not simulation.blocks.runs
     return served
 
 
