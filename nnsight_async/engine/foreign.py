@@ -235,9 +235,13 @@ class ForeignRequests:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine import EngineCoreRequest
 
+        ready = isinstance(prompt, EngineCoreRequest)  # which has parameters and an adapter of its own
+        params = prompt.params if ready else params
         sampling = isinstance(params, SamplingParams)
-        edits, lora = self._chosen(params) if sampling else (), self._lora(*more, **options)
+        edits = self._chosen(params) if sampling else ()
+        lora = self._lora(lora_request=prompt.lora_request) if ready else self._lora(*more, **options)
         if not sampling or (not edits and lora is None):
             return await self._add(request_id, prompt, params, *more, **options)
         if isinstance(prompt, AsyncGenerator):
@@ -251,6 +255,9 @@ class ForeignRequests:
             tuple(edit.number for edit in edits),
             lora is not None,
         ).onto(params)
+        if ready:
+            prompt = copy(prompt)
+            prompt.sampling_params = params
         prompt = self._prefixes.apart(prompt, params, foreign.keys[0], edits, block=False)
         self._runs.update(dict.fromkeys(foreign.keys, foreign))
         try:
