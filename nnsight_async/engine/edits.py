@@ -74,7 +74,7 @@ class Edits:
     async def clear(self, numbers: Iterable[int] | None = None) -> None:
         """End edits (None: all of them), for requests that go on too; those that have been cleared are left out.
 
-        Who is cancelled in it waits no longer, but the edits end. Who clears an edit that another is clearing waits too.
+        Who is cancelled in it waits no longer, but the edits end. Whoever clears what another is clearing waits too.
         """
         await asyncio.shield(self._end(numbers))
 

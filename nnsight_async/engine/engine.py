@@ -23,7 +23,7 @@ from nnsight_async.engine.foreign import Foreign, ForeignRequests
 from nnsight_async.engine.inbox import Inbox
 from nnsight_async.engine.prefixes import Prefixes
 from nnsight_async.engine.start import dead_error, start_error, start_vllm
-from nnsight_async.errors import AdapterError, EngineClosedError, RunCancelledError
+from nnsight_async.errors import EngineClosedError, RunCancelledError
 from nnsight_async.runs.history import Buffer, SlowConsumers
 from nnsight_async.runs.shipment import Shipment
 from nnsight_async.tree.manifest import Manifest
@@ -111,7 +111,7 @@ class Engine:
         """Start a run; returns at once."""
         run.ride(self.edits.chosen(run.request.edits))
         if run.request.lora is not None:
-            self.adapters.check(run.request.lora)
+            self.adapters.use(run.request.lora)
         if run.has_blocks or run.request.lora is not None:
             limits = self._limits
             block = None if run.block is None else run.block.payload
@@ -185,6 +185,7 @@ class Engine:
 
     def _launch(self, run: Run) -> None:
         if run.settled:  # cancelled before it was here
+            self._let_go_of_adapter(run)
             return
         self._runs[run.key] = run
         self._tally["started"] += 1
@@ -234,10 +235,13 @@ class Engine:
         finally:
             self._runs.pop(run.key, None)
             self._tally[_end_of(run)] += 1
-            if isinstance(run.error, AdapterError):
-                self.adapters.forget(run.request.lora)
+            self._let_go_of_adapter(run)
             run.unload()
             self._tally["dropped_steps"] += run.buffer.dropped
+
+    def _let_go_of_adapter(self, run: Run) -> None:
+        if run.request.lora is not None:
+            self.adapters.let_go(run.request.lora, run.error)
 
     def _die(self, _: object) -> None:
         """vLLM gives no more outputs: unless it was closed, it is dead, and so is every run."""

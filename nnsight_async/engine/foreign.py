@@ -9,7 +9,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nnsight_async.errors import AdapterError
 from nnsight_async.runs import echo, failures
 from nnsight_async.runs.ledger import Ledger
 from nnsight_async.runs.run import new_key
@@ -241,7 +240,7 @@ class ForeignRequests:
         params = prompt.params if ready else params
         sampling = isinstance(params, SamplingParams)
         edits = self._chosen(params) if sampling else ()
-        lora = self._lora(lora_request=prompt.lora_request) if ready else self._lora(*more, **options)
+        lora = prompt.lora_request if ready else self._lora(*more, **options)
         if not sampling or (not edits and lora is None):
             return await self._add(request_id, prompt, params, *more, **options)
         if isinstance(prompt, AsyncGenerator):
@@ -259,6 +258,8 @@ class ForeignRequests:
             prompt = copy(prompt)
             prompt.sampling_params = params
         prompt = self._prefixes.apart(prompt, params, foreign.keys[0], edits, block=False)
+        if lora is not None:
+            self._adapters.use(lora)
         self._runs.update(dict.fromkeys(foreign.keys, foreign))
         try:
             collector = await self._add(request_id, prompt, params, *more, **options)
@@ -282,8 +283,6 @@ class ForeignRequests:
 
     def _lora(self, arrival_time: Any = None, lora_request: Any = None, *_: Any, **__: Any) -> Any:
         """The adapter among the arguments of `AsyncLLM.add_request`."""
-        if lora_request is not None:
-            self._adapters.check(lora_request)
         return lora_request
 
     async def _see_out(self, foreign: Foreign, request: str) -> None:
@@ -296,12 +295,12 @@ class ForeignRequests:
         finally:
             stopped.cancel()
             self._forget(foreign)
-            if isinstance(foreign.error, AdapterError) and foreign.lora is not None:
-                self._adapters.forget(foreign.lora)
 
     def _forget(self, foreign: Foreign) -> None:
         for key in foreign.keys:
             self._runs.pop(key, None)
+        if foreign.lora is not None:
+            self._adapters.let_go(foreign.lora, foreign.error)
 
     def _decode(self, ids: list[int]) -> str:
         return self._llm.get_tokenizer().decode(ids) if ids else ""

@@ -27,12 +27,9 @@ PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.dtype,
 CONTAINERS = (list, tuple, set, frozenset)
 OPAQUE = object()
 """In place of what cannot be looked into, or is too much."""
-WRITERS = frozenset(
-    {
-        *(f"i{name}" for name in ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")),
-        *("setitem", "ops", "numpy", "asarray", "__array__", "untyped_storage", "data_ptr", "dlpack", "from_dlpack"),
-    }
-)
+OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+MEMORY = ("numpy", "asarray", "__array__", "data_ptr", "untyped_storage", "dlpack", "from_dlpack")
+WRITERS = frozenset({"setitem", "ops", *MEMORY, *(f"i{name}" for name in OPERATORS)})
 """Names of functions that write, or that give out the memory: `operator.iadd`, `torch.ops`, NumPy's views."""
 
 
@@ -40,8 +37,8 @@ class Foresight(NamedTuple):
     """What is told of a block, and of what it names.
 
     `source`: it has an attribute or a string `source`. `changes`: it may change a tensor in place (a subscript that is
-    assigned, `+=` and the like, a method whose name ends in `_`, `out=`, a module that works in place), or uses too much
-    to tell.
+    assigned, `+=` and the like, a method whose name ends in `_`, `out=`, a module that works in place), or uses too
+    much to tell.
     """
 
     source: bool = False

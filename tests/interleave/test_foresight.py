@@ -84,6 +84,7 @@ class Slotted:
         self.part(model.output)
 
 
+OPTIONS = {"inplace": True}
 RELU = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(inplace=True))
 
 CHANGING: dict[str, Any] = {
@@ -98,7 +99,7 @@ CHANGING: dict[str, Any] = {
     "spelt out": lambda model, tracer: model.output.__setitem__(0, 1),
     "inplace": lambda model, tracer: torch.nn.functional.relu(model.output, inplace=True),
     "inplace by place": lambda model, tracer: torch.nn.functional.relu(model.output, True),
-    "inplace in a dict": lambda model, tracer: torch.nn.functional.relu(model.output, **{"inplace": True}),
+    "inplace in a dict": lambda model, tracer: torch.nn.functional.relu(model.output, **OPTIONS),
     "a module that works in place": lambda model, tracer: RELU(model.output),
     "one that is made in the block": lambda model, tracer: torch.nn.Hardtanh(-1.0, 1.0, True)(model.output),
     "default": by_default,
@@ -123,7 +124,7 @@ def test_blocks_that_change_something(program):
 def test_a_block_that_only_reads():
     assert foresee(reads) == Foresight(source=False, changes=False)
     assert not foresee(closed_over(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))).changes
-    assert not foresee(Holds({"texts": ["a"] * 100, "vector": torch.ones(3), "function": torch.nn.functional.gelu})).changes
+    assert not foresee(Holds({"texts": ["a"] * 100, "vector": torch.ones(3), "act": torch.nn.functional.gelu})).changes
 
 
 def test_blocks_that_speak_of_source():
