@@ -76,7 +76,9 @@ def _told(code: CodeType) -> Foresight:
 
 
 def _changes(code: CodeType) -> bool:
-    if any(_writes(name) for name in code.co_names):
+    if any(_writes(name) for name in code.co_names) or not KEYWORDS.isdisjoint(code.co_names):
+        return True
+    if any(constant is True for constant in code.co_consts) and not _in_place().isdisjoint(code.co_names):
         return True
     if any(not KEYWORDS.isdisjoint(names if isinstance(names, tuple) else (names,)) for names in code.co_consts):
         return True
@@ -92,12 +94,12 @@ def _writes(name: str) -> bool:
     """Whether what has this name may change a tensor that it is given."""
     if name.startswith("__"):
         return name.strip("_") in WRITERS or name in WRITERS
-    return name in WRITERS or name in _in_place() or (name.endswith("_") and not name.startswith("_"))
+    return name in WRITERS or (name.endswith("_") and not name.startswith("_"))
 
 
 @functools.cache
 def _in_place() -> frozenset[str]:
-    """Functions and modules of PyTorch that may be told to work in place."""
+    """Functions and modules of PyTorch that work in place if an argument says so, which need not be named there."""
     found: dict[str, Any] = {**vars(torch.nn.functional), **vars(torch.nn)}
     return frozenset(name for name, value in found.items() if callable(value) and "inplace" in _parameters(value))
 
@@ -113,6 +115,8 @@ def _is_writer(value: object) -> bool:
     """Whether something that has no text may change a tensor that it is given."""
     if isinstance(value, (FunctionType, BuiltinFunctionType, MethodDescriptorType)):
         return _writes(value.__name__) or _package(value) == "vllm"
+    if isinstance(value, dict):  # of keyword arguments
+        return not KEYWORDS.isdisjoint(cast("dict[Any, Any]", value))
     return not isinstance(value, type) and bool(getattr(value, "__dict__", {}).get("inplace"))
 
 

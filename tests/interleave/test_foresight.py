@@ -84,6 +84,16 @@ class Slotted:
         self.part(model.output)
 
 
+class Encoder(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 2)
+        self.act = torch.nn.ReLU()
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.act(self.linear(hidden)))
+
+
 OPTIONS = {"inplace": True}
 RELU = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(inplace=True))
 
@@ -124,6 +134,7 @@ def test_blocks_that_change_something(program):
 def test_a_block_that_only_reads():
     assert foresee(reads) == Foresight(source=False, changes=False)
     assert not foresee(closed_over(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()))).changes
+    assert not foresee(closed_over(Encoder())).changes
     assert not foresee(Holds({"texts": ["a"] * 100, "vector": torch.ones(3), "act": torch.nn.functional.gelu})).changes
 
 
