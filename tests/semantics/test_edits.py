@@ -497,8 +497,8 @@ async def test_who_is_cancelled_while_an_edit_is_installed_leaves_none(model, pl
 
 
 async def test_clearing_twice_is_complete_twice(model, monkeypatch):
-    edit = await model.edit(steers)
     gate = Gate(model, "nnsight_clear", monkeypatch)
+    edit = await model.edit(steers)
     first, second = edit.clear(), edit.clear()
     await model.stats()
     assert (first.done(), second.done()) == (False, False)
@@ -513,10 +513,15 @@ async def test_who_is_cancelled_while_an_edit_is_cleared_has_cleared_it(model, m
     def uses(model: Any, tracer: Any) -> None:
         tracer.save(float(large.sum()), "sum")
 
-    edit = await model.edit(uses)
     gate = Gate(model, "nnsight_clear", monkeypatch)
+    edit = await model.edit(uses)
     clearing = edit.clear()
     await becomes(model, 0)
     clearing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await clearing
+    constants = model._engine._constants
+    assert sum(constants._users.values()) == 1
     await gate.open()
-    assert model._engine.edits._using == {}
+    await edit.clear()
+    assert sum(constants._users.values()) == 0
