@@ -324,7 +324,10 @@ class VLLM(ModelView):
         return self._complete(lambda engine: engine.adapters.add(lora_request))
 
     def remove_lora(self, number: int) -> Any:
-        """Unload the adapter of that number; False if it was not loaded. In async mode, to be awaited."""
+        """Unload the adapter of that number; False if it was not loaded. In async mode, to be awaited.
+
+        Raises `AdapterError` while requests use it.
+        """
         return self._complete(lambda engine: engine.adapters.remove(number))
 
     def list_loras(self) -> Any:

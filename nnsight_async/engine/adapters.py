@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,24 @@ class Adapters:
         self._enabled = enabled
         self._checking = threading.Lock()
         self._known: dict[int, tuple[str, str]] = {}
+        self._users: Counter[int] = Counter()
 
     def check(self, lora: Any) -> None:
         """Raise where `lora` cannot be used: `TypeError`, or `AdapterError` for what is known as something else."""
+        self._take(lora, users=0)
+
+    def use(self, lora: Any) -> None:
+        """`check`, for a request that uses the adapter until `let_go`."""
+        self._take(lora, users=1)
+
+    def let_go(self, lora: LoRARequest, error: BaseException | None) -> None:
+        """The request that used it is over; `error` is what it ended with."""
+        with self._checking:
+            self._users -= Counter((lora.lora_int_id,))
+        if isinstance(error, AdapterError):
+            self._forget(lora.lora_int_id)
+
+    def _take(self, lora: Any, users: int) -> None:
         from vllm.lora.request import LoRARequest
 
         if not isinstance(lora, LoRARequest):
@@ -43,29 +59,40 @@ class Adapters:
         with self._checking:
             self._check_known(lora)
             self._known[lora.lora_int_id] = lora.lora_name, lora.lora_path
+            self._users[lora.lora_int_id] += users
 
     async def add(self, lora: LoRARequest) -> None:
         """Load an adapter ahead of the requests that use it; `AdapterError` if it cannot be."""
         self.check(lora)
         failure: bytes | None = await self._ask("nnsight_load_adapter", msgspec.to_builtins(lora))
         if failure is not None:
-            self.forget(lora)
+            self._forget(lora.lora_int_id)
             raise failures.unpack(failure)
 
-    def forget(self, lora: LoRARequest) -> None:
-        """It could not be loaded: its number and its name are free again."""
-        self._known.pop(lora.lora_int_id, None)
-
     async def remove(self, number: int) -> bool:
-        """Unload an adapter; False if it was not loaded. Its number and its name are free again."""
+        """Unload an adapter; False if it was not loaded. Its number and its name are free again.
+
+        `AdapterError` while requests use it: vLLM would go on with the next adapter of that number in their steps.
+        """
         if not self._enabled:
             raise AdapterError(NOT_ENABLED)
-        self._known.pop(number, None)
+        with self._checking:
+            if users := self._users[number]:
+                raise AdapterError(
+                    f"the LoRA adapter {number} is used by requests that still go ({users}); wait for them, or cancel "
+                    "them, before it is removed"
+                )
+            self._known.pop(number, None)
         return bool(await self._ask("remove_lora", number))
 
     async def loaded(self) -> set[int]:
         """The numbers of the adapters that are loaded."""
         return set(await self._ask("list_loras")) if self._enabled else set()
+
+    def _forget(self, number: int) -> None:
+        """It could not be loaded: its number and its name are free again."""
+        with self._checking:
+            self._known.pop(number, None)
 
     def _check_known(self, lora: LoRARequest) -> None:
         for number, (name, path) in self._known.items():

@@ -81,7 +81,7 @@ class Constants:
                     raise ShippingError(
                         f"a tensor of {size:,} bytes that the block uses cannot be kept in the worker: {failure}"
                     )
-        except Exception:
+        except BaseException:
             with suppress(Exception):  # whatever it was, that is what is reported
                 await self._ask("nnsight_drop", [constant.digest])
             raise

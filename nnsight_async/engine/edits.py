@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -28,8 +29,10 @@ class Edits:
         self._ask = ask
         self._constants = constants
         self._changing = threading.Lock()
+        self._ending = asyncio.Lock()
         self._installed: dict[int, Installed] = {}
         self._using: dict[int, AsyncExitStack] = {}
+        """What to undo when an edit ends: the worker has it, and its constants."""
 
     @property
     def installed(self) -> tuple[Installed, ...]:
@@ -54,8 +57,9 @@ class Edits:
         """Have requests that are submitted from here on run `edit`; raises what loading it in the worker does."""
         self._check_name(edit.name)
         using = AsyncExitStack()
-        await using.enter_async_context(self._constants.on_hand(edit.block.constants))
         try:
+            await using.enter_async_context(self._constants.on_hand(edit.block.constants))
+            using.push_async_callback(self._ask, "nnsight_clear", [edit.number])
             failure: bytes | None = await self._ask("nnsight_install", edit.number, edit.block.payload, edit.rowwise)
             if failure is not None:
                 raise failures.unpack(failure)
@@ -68,17 +72,22 @@ class Edits:
         self._using[edit.number] = using
 
     async def clear(self, numbers: Iterable[int] | None = None) -> None:
-        """End edits (None: all of them), for requests that go on too; those that have been cleared are left out."""
-        with self._changing:
-            chosen = [
-                number for number in (self._installed if numbers is None else numbers) if number in self._installed
-            ]
+        """End edits (None: all of them), for requests that go on too; those that have been cleared are left out.
+
+        Who is cancelled in it waits no longer, but the edits end. Whoever clears what another is clearing waits too.
+        """
+        await asyncio.shield(self._end(numbers))
+
+    async def _end(self, numbers: Iterable[int] | None) -> None:
+        async with self._ending:
+            with self._changing:
+                chosen = [
+                    number for number in (self._installed if numbers is None else numbers) if number in self._installed
+                ]
+                for number in chosen:
+                    del self._installed[number]
             for number in chosen:
-                del self._installed[number]
-        if chosen:
-            await self._ask("nnsight_clear", chosen)
-        for number in chosen:
-            await self._using.pop(number).aclose()
+                await self._using.pop(number).aclose()
 
     def _check_name(self, name: str | None) -> None:
         if name is not None and any(edit.name == name for edit in self._installed.values()):

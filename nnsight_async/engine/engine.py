@@ -25,7 +25,7 @@ from nnsight_async.engine.overdue import Overdue
 from nnsight_async.engine.prefixes import Prefixes
 from nnsight_async.engine.settings import model_name
 from nnsight_async.engine.start import dead_error, start_error, start_vllm
-from nnsight_async.errors import AdapterError, EngineClosedError, NNsightError
+from nnsight_async.errors import EngineClosedError, NNsightError
 from nnsight_async.runs.facts import facts, outcome
 from nnsight_async.runs.history import Buffer, SlowConsumers
 from nnsight_async.runs.ledger import lost
@@ -124,7 +124,7 @@ class Engine:
         run.model = self.name
         run.ride(self.edits.chosen(run.request.edits))
         if run.request.lora is not None:
-            self.adapters.check(run.request.lora)
+            self.adapters.use(run.request.lora)
         if run.has_blocks or run.request.lora is not None:
             limits = self._limits
             block = None if run.block is None else run.block.payload
@@ -209,6 +209,7 @@ class Engine:
 
     def _launch(self, run: Run) -> None:
         if run.settled:  # cancelled before it was here
+            self._let_go_of_adapter(run)
             return
         self._runs[run.key] = run
         self._tally["started"] += 1
@@ -264,10 +265,13 @@ class Engine:
             self._tally[outcome(run)] += 1
             if log.isEnabledFor(logging.DEBUG):
                 log.debug("run %d %s", run.key, outcome(run), extra=facts(run))
-            if isinstance(run.error, AdapterError):
-                self.adapters.forget(run.request.lora)
+            self._let_go_of_adapter(run)
             run.unload()
             self._tally["dropped_steps"] += run.buffer.dropped
+
+    def _let_go_of_adapter(self, run: Run) -> None:
+        if run.request.lora is not None:
+            self.adapters.let_go(run.request.lora, run.error)
 
     def _die(self, _: object) -> None:
         """vLLM gives no more outputs: unless it was closed, it is dead, and so is every run."""

@@ -9,7 +9,6 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nnsight_async.errors import AdapterError
 from nnsight_async.runs import echo, failures
 from nnsight_async.runs.ledger import Ledger
 from nnsight_async.runs.run import new_key
@@ -244,9 +243,13 @@ class ForeignRequests:
         from vllm import SamplingParams
         from vllm.exceptions import VLLMValidationError
         from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine import EngineCoreRequest
 
+        ready = isinstance(prompt, EngineCoreRequest)  # which has parameters and an adapter of its own
+        params = prompt.params if ready else params
         sampling = isinstance(params, SamplingParams)
-        edits, lora = self._chosen(params) if sampling else (), self._lora(*more, **options)
+        edits = self._chosen(params) if sampling else ()
+        lora = prompt.lora_request if ready else self._lora(*more, **options)
         if not sampling or (not edits and lora is None):
             return await self._add(request_id, prompt, params, *more, **options)
         if isinstance(prompt, AsyncGenerator):
@@ -260,7 +263,12 @@ class ForeignRequests:
             tuple(edit.number for edit in edits),
             lora is not None,
         ).onto(params)
+        if ready:
+            prompt = copy(prompt)
+            prompt.sampling_params = params
         prompt = self._prefixes.apart(prompt, params, foreign.keys[0], edits, block=False)
+        if lora is not None:
+            self._adapters.use(lora)
         self._runs.update(dict.fromkeys(foreign.keys, foreign))
         self._watch()
         try:
@@ -285,8 +293,6 @@ class ForeignRequests:
 
     def _lora(self, arrival_time: Any = None, lora_request: Any = None, *_: Any, **__: Any) -> Any:
         """The adapter among the arguments of `AsyncLLM.add_request`."""
-        if lora_request is not None:
-            self._adapters.check(lora_request)
         return lora_request
 
     async def _see_out(self, foreign: Foreign, request: str) -> None:
@@ -299,12 +305,12 @@ class ForeignRequests:
         finally:
             stopped.cancel()
             self._forget(foreign)
-            if isinstance(foreign.error, AdapterError) and foreign.lora is not None:
-                self._adapters.forget(foreign.lora)
 
     def _forget(self, foreign: Foreign) -> None:
         for key in foreign.keys:
             self._runs.pop(key, None)
+        if foreign.lora is not None:
+            self._adapters.let_go(foreign.lora, foreign.error)
 
     def _decode(self, ids: list[int]) -> str:
         return self._llm.get_tokenizer().decode(ids) if ids else ""

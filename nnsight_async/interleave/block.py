@@ -254,6 +254,7 @@ class BlockRun:
         return value if value is default else guarded(value, name, expression(path))
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.saves.copy_at_once()  # vLLM's norms change what they are given
         return self._interleaver.call(path, args, kwargs)
 
     def collect(self, modules: Iterable[Any] | None, include_inputs: bool) -> Cache:

@@ -9,23 +9,36 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import sys
-from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, ModuleType
+from typing import Any, NamedTuple, cast
+
+import torch
 
 NAME = "source"
-FOREIGN = frozenset({"torch", "numpy", "nnsight_async", "transformers", "vllm", *sys.stdlib_module_names})
-MOST_FUNCTIONS = 200
+OURS = "nnsight_async"
+FOREIGN = frozenset({"torch", "numpy", OURS, "transformers", "vllm", *sys.stdlib_module_names})
+MOST_VALUES = 300
 STORES = frozenset({"STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"})
 KEYWORDS = frozenset({"out", "inplace"})
+PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
+CONTAINERS = (list, tuple, set, frozenset)
+OPAQUE = object()
+"""In place of what cannot be looked into, or is too much."""
+OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+MEMORY = ("numpy", "asarray", "__array__", "data_ptr", "untyped_storage", "dlpack", "from_dlpack")
+WRITERS = frozenset({"setitem", "ops", *MEMORY, *(f"i{name}" for name in OPERATORS)})
+"""Names of functions that write, or that give out the memory: `operator.iadd`, `torch.ops`, NumPy's views."""
 
 
 class Foresight(NamedTuple):
-    """What is told of a block, and of the functions that it names.
+    """What is told of a block, and of what it names.
 
     `source`: it has an attribute or a string `source`. `changes`: it may change a tensor in place (a subscript that is
-    assigned, `+=` and the like, a method whose name ends in `_`, `out=`), or is too large to tell.
+    assigned, `+=` and the like, a method whose name ends in `_`, `out=`, a module that works in place), or uses too
+    much to tell.
     """
 
     source: bool = False
@@ -33,20 +46,23 @@ class Foresight(NamedTuple):
 
 
 def foresee(program: object) -> Foresight:
-    """What the code of `program`, and of the functions that it names, says."""
-    seen: set[CodeType] = set()
-    waiting = list(_functions(program))
+    """What the code of `program` says, and that of all that it can come to by names, attributes and containers."""
+    seen: dict[int, object] = {}
+    waiting = [program]
     source = changes = False
     while waiting and not (source and changes):
-        function = waiting.pop()
-        if function.__code__ in seen:
+        value = waiting.pop()
+        if isinstance(value, PLAIN) or id(value) in seen:
             continue
-        if len(seen) == MOST_FUNCTIONS:
+        if len(seen) == MOST_VALUES:
             return Foresight(source, changes=True)
-        seen.add(function.__code__)
-        told = _told(function.__code__)
-        source, changes = source or told.source, changes or told.changes
-        waiting += _named(function)
+        seen[id(value)] = value
+        if isinstance(value, FunctionType) and not _is_foreign(value):
+            told = _told(value.__code__)
+            source, changes = source or told.source, changes or told.changes
+        elif value is OPAQUE or _is_writer(value):
+            changes = True
+        waiting += _within(value)
     return Foresight(source, changes)
 
 
@@ -60,9 +76,11 @@ def _told(code: CodeType) -> Foresight:
 
 
 def _changes(code: CodeType) -> bool:
-    if any(name == "__setitem__" or (name.endswith("_") and not name.startswith("_")) for name in code.co_names):
+    if any(_writes(name) for name in code.co_names) or not KEYWORDS.isdisjoint(code.co_names):
         return True
-    if any(isinstance(names, tuple) and not KEYWORDS.isdisjoint(names) for names in code.co_consts):
+    if any(constant is True for constant in code.co_consts) and not _in_place().isdisjoint(code.co_names):
+        return True
+    if any(not KEYWORDS.isdisjoint(names if isinstance(names, tuple) else (names,)) for names in code.co_consts):
         return True
     return any(
         found.opname in STORES
@@ -70,6 +88,36 @@ def _changes(code: CodeType) -> bool:
         or (found.opname == "STORE_ATTR" and found.argval == "data")
         for found in dis.get_instructions(code)
     )
+
+
+def _writes(name: str) -> bool:
+    """Whether what has this name may change a tensor that it is given."""
+    if name.startswith("__"):
+        return name.strip("_") in WRITERS or name in WRITERS
+    return name in WRITERS or (name.endswith("_") and not name.startswith("_"))
+
+
+@functools.cache
+def _in_place() -> frozenset[str]:
+    """Functions and modules of PyTorch that work in place if an argument says so, which need not be named there."""
+    found: dict[str, Any] = {**vars(torch.nn.functional), **vars(torch.nn)}
+    return frozenset(name for name, value in found.items() if callable(value) and "inplace" in _parameters(value))
+
+
+def _parameters(value: Any) -> Iterable[str]:
+    try:
+        return inspect.signature(value).parameters
+    except (TypeError, ValueError):
+        return ()
+
+
+def _is_writer(value: object) -> bool:
+    """Whether something that has no text may change a tensor that it is given."""
+    if isinstance(value, (FunctionType, BuiltinFunctionType, MethodDescriptorType)):
+        return _writes(value.__name__) or _package(value) == "vllm"
+    if isinstance(value, dict):  # of keyword arguments
+        return not KEYWORDS.isdisjoint(cast("dict[Any, Any]", value))
+    return not isinstance(value, type) and bool(getattr(value, "__dict__", {}).get("inplace"))
 
 
 @functools.lru_cache(maxsize=512)
@@ -81,47 +129,71 @@ def _inner(code: CodeType) -> list[CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
 
 
-def _named(function: FunctionType) -> Iterator[FunctionType]:
-    """Functions that `function` may call: by a global name, by an attribute of a module, or from a cell."""
-    names = _names(function.__code__)
-    values = [function.__globals__[name] for name in names if name in function.__globals__]
-    values += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
-    for value in values:
-        if isinstance(value, ModuleType):
-            for name in names & vars(value).keys():
-                yield from _functions(vars(value)[name])
-        else:
-            yield from _functions(value)
-
-
-def _functions(value: object) -> Iterator[FunctionType]:
+def _within(value: object) -> Iterable[object]:
+    """What can be come to from `value`."""
     match value:
         case FunctionType():
-            if _package(value) not in FOREIGN:
-                yield value
+            return () if _is_foreign(value) else _named(value)
         case MethodType():
-            yield from _functions(value.__func__)
+            return value.__func__, value.__self__
         case functools.partial():
-            yield from _functions(value.func)
+            return value.func, value.args, value.keywords
         case type():
-            if _package(value) not in FOREIGN:
-                yield from _methods(value)
+            return () if _is_foreign(value) else _members(value)
+        case dict():
+            return cast("dict[Any, Any]", value).values() if len(value) < MOST_VALUES else [OPAQUE]
+        case list() | tuple() | set() | frozenset():
+            return cast("Iterable[object]", value) if len(value) < MOST_VALUES else [OPAQUE]
+        case ModuleType():
+            return ()
         case _:
-            yield from _functions(type(value))
+            return () if _package(type(value)) == OURS else (type(value), *_held(value))
 
 
-def _methods(cls: type) -> Iterator[FunctionType]:
-    """The functions in a class, and in those of its bases that are its author's."""
+def _named(function: FunctionType) -> Iterator[object]:
+    """What `function` names: a global, an attribute of a module, a cell, a default."""
+    names = _names(function.__code__)
+    yield function.__defaults__ or ()
+    yield function.__kwdefaults__ or ()
+    values = [function.__globals__[name] for name in names if name in function.__globals__]
+    values += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    modules: set[str] = set()
+    while values:
+        value = values.pop()
+        if not isinstance(value, ModuleType):
+            yield value
+        elif value.__name__.partition(".")[0] == "vllm":
+            yield OPAQUE
+        elif value.__name__.partition(".")[0] not in FOREIGN and value.__name__ not in modules:
+            modules.add(value.__name__)
+            values += [vars(value)[name] for name in names & vars(value).keys()]
+
+
+def _members(cls: type) -> Iterator[object]:
+    """What stands in a class, and in those of its bases that are users'."""
     for base in cls.__mro__:
-        if _package(base) == _package(cls):
-            for member in vars(base).values():
-                member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-                if isinstance(member, FunctionType):
-                    yield member
+        if not _is_foreign(base):
+            for name, member in vars(base).items():
+                if isinstance(member, property):
+                    yield from (member.fget, member.fset)
+                elif not isinstance(member, type) and name not in ("__dict__", "__weakref__"):
+                    yield getattr(member, "__func__", member)
 
 
-def _package(value: FunctionType | type) -> str:
-    return (value.__module__ or "").partition(".")[0]
+def _held(value: object) -> Iterable[object]:
+    """The attributes of an object that hold anything."""
+    held: dict[str, object] | None = getattr(value, "__dict__", None)
+    if held is None:
+        return () if _is_foreign(type(value)) else [OPAQUE]
+    return [item for item in held.values() if not (isinstance(item, (dict, *CONTAINERS)) and not item)]
+
+
+def _package(value: Any) -> str:
+    return (getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _is_foreign(value: FunctionType | type) -> bool:
+    return _package(value) in FOREIGN
 
 
 def _filled(cell: object) -> bool:

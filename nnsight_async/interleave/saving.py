@@ -62,6 +62,12 @@ class Saves:
         self._tracked.pop(name, None)
         self._fresh[name] = _snapshot(value) if self.at_once else value
 
+    def copy_at_once(self) -> None:
+        """From here on, something may change in place what was saved."""
+        if not self.at_once:
+            self.at_once = True
+            self._fresh = {name: _snapshot(value) for name, value in self._fresh.items()}
+
     def would_replace(self, name: str, value: Any) -> bool:
         """Whether another value has been saved under `name` in this step."""
         return name in self._fresh and not _equal(self._fresh[name], value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,7 +51,6 @@ class Blocks:
         self._edits: dict[int, Edit] = {}
         self._edited_by: dict[BlockRun, int] = {}
         self._runs: dict[str, tuple[BlockRun, ...]] = {}
-        self._sequences: Counter[int] = Counter()
         self._rows: dict[BlockRun, int] = {}
         self._scheduled: dict[BlockRun, int] = {}
         """All runs of a step, those whose block has ended too, and their rows in what is sampled from."""
@@ -136,9 +134,9 @@ class Blocks:
     def end_step(self) -> None:
         if self._rows:
             self.steps += 1
+            self.interleaver.end_step()
             stopped = [run.key for run in self._rows if run.stopped]
             self._rows.clear()
-            self.interleaver.end_step()
             if stopped:
                 self._end_beside(stopped)
             self._outbox.flush()
@@ -158,7 +156,7 @@ class Blocks:
         shipped = Shipment.of(request.sampling_params)
         if shipped is None:
             return False
-        key, rows = self._key(shipped.runs), _prompt_rows(request)
+        key, rows = _key(shipped.runs, request.req_id), _prompt_rows(request)
         runs: list[BlockRun] = []
         for number in (*shipped.edits, *(() if shipped.block is None else (None,))):
             run = BlockRun(key, self.interleaver, rows, shipped.budget, shipped.timeout, part=len(runs))
@@ -176,16 +174,6 @@ class Blocks:
         if runs:
             self._runs[request.req_id] = tuple(runs)
         return bool(runs)
-
-    def _key(self, keys: Sequence[int]) -> int:
-        """Of the requests that vLLM makes of one, in their order."""
-        if len(keys) == 1:
-            return keys[0]
-        number = self._sequences[keys[0]]
-        self._sequences[keys[0]] += 1
-        if number == len(keys) - 1:
-            del self._sequences[keys[0]]
-        return keys[number]
 
     def _begin(self, run: BlockRun, block: bytes | None) -> None:
         try:
@@ -265,6 +253,11 @@ def ranges(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
         stop = row + 1
     if stop > start:
         yield start, stop
+
+
+def _key(keys: Sequence[int], request: str) -> int:
+    """That of one of the requests that vLLM makes of one: it puts their number in front of the id (0.32, 0.33)."""
+    return keys[0] if len(keys) == 1 else keys[int(request.partition("_")[0])]
 
 
 def _span(run: BlockRun, start: int, stop: int, computed: int) -> Span:

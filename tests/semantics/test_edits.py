@@ -441,3 +441,89 @@ async def test_many_edits_and_requests_come_and_go(model, hf):
     assert (await drained(model))["edits"] == 4
     await model.clear_edits()
     assert (await drained(model))["edits"] == 0
+
+
+# -- at the same time --------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Holds the engine's edits up after the worker has answered one of its methods."""
+
+    def __init__(self, model: Any, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._model = model
+        self._method = method
+        self._ask = model._engine.edits._ask
+        self._opened = asyncio.Event()
+        monkeypatch.setattr(model._engine.edits, "_ask", self.ask)
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        answer = await self._ask(method, *args)
+        if method == self._method:
+            await self._opened.wait()
+        return answer
+
+    async def open(self) -> None:
+        async def opens() -> None:
+            self._opened.set()
+
+        await asyncio.wrap_future(self._model._engine.call(opens()))
+
+
+async def becomes(model: Any, edits: int) -> None:
+    async with asyncio.timeout(20):
+        while (await model.stats())["edits"] != edits:
+            pass
+
+
+async def test_of_edits_of_one_name_one_is_installed_and_the_others_leave_nothing(model, steered):
+    results = await asyncio.gather(*(model.edit(steers, name="one") for _ in range(6)), return_exceptions=True)
+    refused = [result for result in results if isinstance(result, ValueError)]
+    assert len(refused) == 5
+    assert all("an edit named 'one' is installed" in str(error) for error in refused)
+    assert await drawn(model) == steered.ids
+    assert (await model.stats())["edits"] == 1
+    await model.clear_edits()
+    assert (await model.stats())["edits"] == 0
+
+
+async def test_who_is_cancelled_while_an_edit_is_installed_leaves_none(model, plain, monkeypatch):
+    Gate(model, "nnsight_install", monkeypatch)
+    installing = asyncio.ensure_future(model.edit(steers))
+    await becomes(model, 1)
+    installing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await installing
+    await becomes(model, 0)
+    assert model.edits == ()
+    assert await drawn(model) == plain.ids
+
+
+async def test_clearing_twice_is_complete_twice(model, monkeypatch):
+    gate = Gate(model, "nnsight_clear", monkeypatch)
+    edit = await model.edit(steers)
+    first, second = edit.clear(), edit.clear()
+    await model.stats()
+    assert (first.done(), second.done()) == (False, False)
+    await gate.open()
+    await asyncio.gather(first, second)
+    await edit.clear()
+
+
+async def test_who_is_cancelled_while_an_edit_is_cleared_has_cleared_it(model, monkeypatch):
+    large = torch.ones(1 << 20)
+
+    def uses(model: Any, tracer: Any) -> None:
+        tracer.save(float(large.sum()), "sum")
+
+    gate = Gate(model, "nnsight_clear", monkeypatch)
+    edit = await model.edit(uses)
+    clearing = edit.clear()
+    await becomes(model, 0)
+    clearing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await clearing
+    constants = model._engine._constants
+    assert sum(constants._users.values()) == 1
+    await gate.open()
+    await edit.clear()
+    assert sum(constants._users.values()) == 0

@@ -171,3 +171,33 @@ async def test_a_prompt_that_streams_in_is_refused(model):
     await model.edit(steers)
     with pytest.raises(VLLMClientError, match="streams in"):
         await sent(model, prompt=pieces())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_a_request_that_vllm_has_prepared_already(model, steered):
+    await model.edit(steers)
+    llm, params = model.vllm_entrypoint, SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
+
+    async def outputs() -> list[Any]:
+        tasks = await llm.get_supported_tasks()
+        ready = llm.input_processor.process_inputs("ready", {"prompt_token_ids": PROMPT}, params, supported_tasks=tasks)
+        return [output async for output in llm.generate(ready, SamplingParams(), "ready")]
+
+    last = (await asyncio.wrap_future(model._engine.call(outputs())))[-1]
+    assert list(last.outputs[0].token_ids) == steered.ids
+    assert len(last.saves["rows"]) == STEPS
+    assert params.extra_args is None
+    await drained(model)
+
+
+async def test_each_of_many_sequences_has_its_own_values(model):
+    def draws(model: Any, tracer: Any) -> None:
+        ids = tracer.save([], "ids")
+        for _ in tracer.iter[:]:
+            ids.append(int(model.samples))
+
+    await model.edit(draws)
+    (last,) = await sent(model, n=12, temperature=1.0, seed=3, output_kind=RequestOutputKind.FINAL_ONLY)
+    assert last.saves["ids"] == [list(one.token_ids) for one in last.outputs]
+    assert len(set(map(tuple, last.saves["ids"]))) > 6
+    await drained(model)

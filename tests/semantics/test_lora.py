@@ -237,6 +237,33 @@ async def test_loading_ahead_and_unloading(adapted, hf, tmp_path):
     await adapted.remove_lora(7)
 
 
+async def test_an_adapter_that_requests_use_stays(adapted, hf, tmp_path):
+    """Another one of its number would take its place in their next step."""
+    lora, steps = LoRARequest("used", 8, write(hf, tmp_path / "used", 8)), 100
+    async with adapted.trace(PROMPT, lora_request=lora, **{**GREEDY, "max_tokens": steps}) as tracer:
+        for _ in tracer.iter[:]:
+            logits = adapted.logits.save()
+    llm, params = adapted.vllm_entrypoint, SamplingParams(**{**GREEDY, "max_tokens": steps})
+    stream = tracer.stream()
+    await anext(stream)
+    with pytest.raises(AdapterError, match=r"adapter 8 is used by requests that still go \(1\)"):
+        await adapted.remove_lora(8)
+    wanted = generation(merged(hf, lora.lora_path), PROMPT, steps).ids
+    assert list((await tracer.result).outputs[0].token_ids) == wanted
+    assert int((await logits).argmax()) == wanted[-1]
+
+    async def from_elsewhere() -> None:
+        outputs = llm.generate({"prompt_token_ids": PROMPT}, params, "used", lora_request=lora)
+        await anext(outputs)
+        with pytest.raises(AdapterError, match="adapter 8 is used"):
+            await adapted._engine.adapters.remove(8)
+        await outputs.aclose()
+
+    await asyncio.wrap_future(adapted._engine.call(from_elsewhere()))
+    await drained(adapted)
+    assert await adapted.remove_lora(8)
+
+
 async def test_an_engine_that_takes_none(model, adapters):
     for use in (model.add_lora, lambda lora: model.generate(PROMPT, lora_request=lora)):
         with pytest.raises(AdapterError, match="enable_lora=True"):
