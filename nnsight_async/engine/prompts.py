@@ -60,7 +60,7 @@ def _from_mapping(prompt: Mapping[str, Any]) -> dict[str, Any]:
     given = next((key for key in _VLLM if prompt.get(key) is not None), None)
     if given is not None:
         _filled(prompt[given])
-        return dict(prompt)
+        return _checked(dict(prompt))
     if _is_message(prompt):
         raise ValueError("a chat is a list of messages: put this one in a list")
     if not prompt:
@@ -68,6 +68,16 @@ def _from_mapping(prompt: Mapping[str, Any]) -> dict[str, Any]:
     raise ValueError(
         f"a prompt dict needs input_ids, prompt_token_ids, prompt or prompt_embeds; this one has {', '.join(prompt)}"
     )
+
+
+def _checked(prompt: dict[str, Any]) -> dict[str, Any]:
+    """Raise `TypeError` where vLLM (0.32, 0.33) does not look, and its engine would end decoding the request."""
+    salt, ids = prompt.get("cache_salt"), prompt.get("prompt_token_ids")
+    if salt is not None and not isinstance(salt, str):
+        raise TypeError(f"cache_salt={salt!r}: a string is expected")
+    if ids is not None:
+        prompt["prompt_token_ids"] = _ids(ids.tolist() if hasattr(ids, "tolist") else list(ids))
+    return prompt
 
 
 def _selected(prompt: Mapping[str, Any]) -> list[Any]:

@@ -28,6 +28,8 @@ def settings(given: Mapping[str, Any], what: str) -> Request:
         if sampling.pop(name, None) is not None:
             raise UnsupportedError(f"{name}= is not supported yet")
     lora, priority = sampling.pop("lora_request", None), sampling.pop("priority", 0)
+    if not isinstance(priority, int) or abs(priority) >> 63:  # at which vLLM does not look, as in `_check_types`
+        raise TypeError(f"{what} got priority={priority!r}: a whole number of at most 63 bits is expected")
     edits = _names(sampling.pop("edits", None))
     return Request(None, sampling_params(sampling, what=what), lora, edits, priority)
 

@@ -159,9 +159,13 @@ def print_nothing(model: Any, tracer: Any) -> None:
 
 
 def test_values_of_a_wrong_type_do_not_reach_the_engine(model):
-    for name, value in {"seed": "seven", "ignore_eos": "no", "logit_bias": {"3": 1}}.items():
+    wrong = {"seed": "seven", "ignore_eos": "no", "logit_bias": {"3": 1}, "priority": "high"}
+    for name, value in [*wrong.items(), ("priority", 1.5), ("priority", 1 << 63)]:
         with pytest.raises(TypeError, match=name):
             model.trace([5, 6], **{name: value})
+    for more in ({"prompt_token_ids": [5, 6.5]}, {"prompt_token_ids": ["5"]}, {"prompt": "hi", "cache_salt": 7}):
+        with pytest.raises((TypeError, ValueError), match=r"token ids|one prompt|cache_salt"):
+            model.trace(more)
     with pytest.raises(TypeError, match="did you mean 'max_tokens'"):
         model.generate([5, 6], max_token=3)
 
