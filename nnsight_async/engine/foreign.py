@@ -120,6 +120,11 @@ class Foreign:
             sequence.failure = None if frame.ended else frame.step, error
         self._advance()
 
+    @property
+    def settled(self) -> bool:
+        """Whether its caller has all that there will be."""
+        return self.over.is_set()
+
     def fail(self, error: BaseException) -> None:
         """End the request with `error`, which its caller gets."""
         if not self.over.is_set():
@@ -259,7 +264,7 @@ class ForeignRequests:
             prompt.sampling_params = params
         prompt = self._prefixes.apart(prompt, params, foreign.keys[0], edits, block=False)
         if lora is not None:
-            self._adapters.use(lora)
+            self._adapters.check(lora, foreign)
         self._runs.update(dict.fromkeys(foreign.keys, foreign))
         try:
             collector = await self._add(request_id, prompt, params, *more, **options)
@@ -300,7 +305,7 @@ class ForeignRequests:
         for key in foreign.keys:
             self._runs.pop(key, None)
         if foreign.lora is not None:
-            self._adapters.let_go(foreign.lora, foreign.error)
+            self._adapters.let_go(foreign.lora, foreign)
 
     def _decode(self, ids: list[int]) -> str:
         return self._llm.get_tokenizer().decode(ids) if ids else ""
