@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 NOT_ENABLED = "this engine takes no LoRA adapters; build it with enable_lora=True (and max_lora_rank=...)"
+
+
+class User(Protocol):
+    """A request with an adapter."""
+
+    error: BaseException | None
+
+    @property
+    def settled(self) -> bool: ...
 
 
 class Adapters:
@@ -29,24 +38,15 @@ class Adapters:
         self._enabled = enabled
         self._checking = threading.Lock()
         self._known: dict[int, tuple[str, str]] = {}
-        self._users: Counter[int] = Counter()
+        self._users: dict[int, dict[int, User]] = {}
+        """By the number of the adapter: the requests that use it, by identity."""
+        self._left = asyncio.Event()
 
-    def check(self, lora: Any) -> None:
-        """Raise where `lora` cannot be used: `TypeError`, or `AdapterError` for what is known as something else."""
-        self._take(lora, users=0)
+    def check(self, lora: Any, user: User | None = None) -> None:
+        """Raise where `lora` cannot be used: `TypeError`, or `AdapterError` for what is known as something else.
 
-    def use(self, lora: Any) -> None:
-        """`check`, for a request that uses the adapter until `let_go`."""
-        self._take(lora, users=1)
-
-    def let_go(self, lora: LoRARequest, error: BaseException | None) -> None:
-        """The request that used it is over; `error` is what it ended with."""
-        with self._checking:
-            self._users -= Counter((lora.lora_int_id,))
-        if isinstance(error, AdapterError):
-            self._forget(lora.lora_int_id)
-
-    def _take(self, lora: Any, users: int) -> None:
+        `user` is a request that uses it from here on, until `let_go`.
+        """
         from vllm.lora.request import LoRARequest
 
         if not isinstance(lora, LoRARequest):
@@ -59,7 +59,16 @@ class Adapters:
         with self._checking:
             self._check_known(lora)
             self._known[lora.lora_int_id] = lora.lora_name, lora.lora_path
-            self._users[lora.lora_int_id] += users
+            if user is not None:
+                self._users.setdefault(lora.lora_int_id, {})[id(user)] = user
+
+    def let_go(self, lora: LoRARequest, user: User) -> None:
+        """The request is over, in the engine too. Called on the engine's loop."""
+        with self._checking:
+            self._users.get(lora.lora_int_id, {}).pop(id(user), None)
+        self._left.set()
+        if isinstance(user.error, AdapterError):
+            self._forget(lora.lora_int_id)
 
     async def add(self, lora: LoRARequest) -> None:
         """Load an adapter ahead of the requests that use it; `AdapterError` if it cannot be."""
@@ -76,18 +85,27 @@ class Adapters:
         """
         if not self._enabled:
             raise AdapterError(NOT_ENABLED)
-        with self._checking:
-            if users := self._users[number]:
-                raise AdapterError(
-                    f"the LoRA adapter {number} is used by requests that still go ({users}); wait for them, or cancel "
-                    "them, before it is removed"
-                )
-            self._known.pop(number, None)
+        while not self._free(number):
+            self._left.clear()
+            await self._left.wait()
         return bool(await self._ask("remove_lora", number))
 
     async def loaded(self) -> set[int]:
         """The numbers of the adapters that are loaded."""
         return set(await self._ask("list_loras")) if self._enabled else set()
+
+    def _free(self, number: int) -> bool:
+        """Forget an adapter, if requests that have ended have let go of it; `AdapterError` if others use it."""
+        with self._checking:
+            users = self._users.get(number, {})
+            if going := sum(not user.settled for user in users.values()):
+                raise AdapterError(
+                    f"the LoRA adapter {number} is used by requests that still go ({going}); wait for them, or cancel "
+                    "them, before it is removed"
+                )
+            if not users:
+                self._known.pop(number, None)
+            return not users
 
     def _forget(self, number: int) -> None:
         """It could not be loaded: its number and its name are free again."""

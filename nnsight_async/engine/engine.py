@@ -124,7 +124,7 @@ class Engine:
         run.model = self.name
         run.ride(self.edits.chosen(run.request.edits))
         if run.request.lora is not None:
-            self.adapters.use(run.request.lora)
+            self.adapters.check(run.request.lora, run)
         if run.has_blocks or run.request.lora is not None:
             limits = self._limits
             block = None if run.block is None else run.block.payload
@@ -271,7 +271,7 @@ class Engine:
 
     def _let_go_of_adapter(self, run: Run) -> None:
         if run.request.lora is not None:
-            self.adapters.let_go(run.request.lora, run.error)
+            self.adapters.let_go(run.request.lora, run)
 
     def _die(self, _: object) -> None:
         """vLLM gives no more outputs: unless it was closed, it is dead, and so is every run."""

@@ -127,6 +127,11 @@ class Foreign:
         waits = [self.keys[completion.index] for completion in self._pending[0].outputs if not self._holds(completion)]
         return [(key, self._sequences[key].ledger) for key in waits]
 
+    @property
+    def settled(self) -> bool:
+        """Whether its caller has all that there will be."""
+        return self.over.is_set()
+
     def fail(self, error: BaseException) -> None:
         """End the request with `error`, which its caller gets."""
         if not self.over.is_set():
@@ -268,7 +273,7 @@ class ForeignRequests:
             prompt.sampling_params = params
         prompt = self._prefixes.apart(prompt, params, foreign.keys[0], edits, block=False)
         if lora is not None:
-            self._adapters.use(lora)
+            self._adapters.check(lora, foreign)
         self._runs.update(dict.fromkeys(foreign.keys, foreign))
         self._watch()
         try:
@@ -310,7 +315,7 @@ class ForeignRequests:
         for key in foreign.keys:
             self._runs.pop(key, None)
         if foreign.lora is not None:
-            self._adapters.let_go(foreign.lora, foreign.error)
+            self._adapters.let_go(foreign.lora, foreign)
 
     def _decode(self, ids: list[int]) -> str:
         return self._llm.get_tokenizer().decode(ids) if ids else ""

@@ -98,7 +98,7 @@ class Ledger:
     def _taken(self, name: str, part: int) -> str:
         return (
             f"{self._parts[part]} saves {name!r}, and {self._parts[self._owners[name]]} does too: give one of them "
-            "another name, or leave the edit out of this request with edits=[...]"
+            "another name, or clear an edit (model.edits has them; those with a name can be left out with edits=[...])"
         )
 
     def _apply(self, entries: list[Entry] | tuple[()]) -> dict[str, Any]:

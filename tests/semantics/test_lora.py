@@ -261,7 +261,11 @@ async def test_an_adapter_that_requests_use_stays(adapted, hf, tmp_path):
 
     await asyncio.wrap_future(adapted._engine.call(from_elsewhere()))
     await drained(adapted)
+    async with adapted.trace(PROMPT, lora_request=lora, **{**GREEDY, "max_tokens": steps}) as tracer:
+        adapted.logits.save()
+    await anext(tracer.stream())  # which ends with this line
     assert await adapted.remove_lora(8)
+    await drained(adapted)
 
 
 async def test_an_engine_that_takes_none(model, adapters):
