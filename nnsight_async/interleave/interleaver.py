@@ -104,7 +104,7 @@ class Interleaver:
             self._replay(run, event, slab)
         value = self._let_visit(rounds[0], event, slab, replaying)
         for others in rounds[1:]:
-            slab = Slab(value, self._batch, event, [self._spans[run] for run in others])
+            slab = Slab(value, self._batch, event, [self._spans[run] for run in others], before=slab)
             value = self._let_visit(others, event, slab)
         collecting = self._collecting.get(event, ())
         for run, cache in collecting:

@@ -88,8 +88,12 @@ class Slab:
     tensor replaces it by a clone; every later write of this event goes to that clone.
     """
 
-    def __init__(self, value: Any, batch: Batch, place: object, spans: Sequence[Span]) -> None:
+    def __init__(
+        self, value: Any, batch: Batch, place: object, spans: Sequence[Span], *, before: Slab | None = None
+    ) -> None:
+        """`before` is that of the same event, if others have written there."""
         self.value = value
+        self._passed: Any = value if before is None else before._passed
         self.batch = batch
         self.place = place
         self._spans = spans
@@ -129,9 +133,10 @@ class Slab:
         `in_place`: into the original tensors and at once, for everyone who holds them.
         """
         for path, rows in written:
+            original = part(self._passed, path)
             if in_place:
-                part(self.value, path)[start : start + rows.shape[0]].copy_(rows)
-            else:
+                original[start : start + rows.shape[0]].copy_(rows)
+            if not in_place or path in self._writes or part(self.value, path) is not original:
                 self._writes.setdefault(path, []).append((start, rows))
 
     def finish(self) -> Any:

@@ -90,3 +90,20 @@ def test_runs_that_write_with_different_dtypes(batch: torch.Tensor):
         got = slab.finish()
     assert got[:2, 0].tolist() == [7.0, pytest.approx(0.1)]
     assert got.dtype == torch.float32
+
+
+@pytest.mark.parametrize("replayed", [False, True], ids=["one after the other", "computed again"])
+def test_what_is_written_in_place_after_a_replacement_reaches_what_was_passed_and_what_goes_on(batch, replayed):
+    span, before, slab = Span(3, 5), batch.clone(), slab_of(batch, Span(3, 5))
+    with torch.inference_mode():
+        slab.put(span.start, [((), torch.full((2, WIDTH), -1.0))])
+        if not replayed:
+            value = slab.finish()
+            slab = Slab(value, slab.batch, "here", [span], before=slab)
+            assert torch.equal(slab.take(span).value, torch.full((2, WIDTH), -1.0))
+        slab.put(span.start, [((), torch.full((2, WIDTH), -2.0))], in_place=True)
+        value = slab.finish()
+    for tensor in (batch, value):
+        assert torch.equal(tensor[3:5], torch.full((2, WIDTH), -2.0))
+        assert torch.equal(tensor[:3], before[:3])
+        assert torch.equal(tensor[5:], before[5:])
