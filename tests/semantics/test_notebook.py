@@ -24,7 +24,6 @@ from nnsight_async import VLLM, save
 from nnsight_async.testing import tiny_checkpoint
 from nnsight_async.testing.engine import tiny_engine_args
 
-pytestmark = pytest.mark.backends("vllm")
 
 class Blocking(VLLM):  # the same engine under a model of the other mode
     def _build(self):
