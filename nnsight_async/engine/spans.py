@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from nnsight_async.runs.facts import facts
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, TracerProvider
 
     from nnsight_async.runs.run import Run
+
+log = logging.getLogger(__name__)
 
 NAME = "nnsight_async.run"
 
@@ -38,7 +41,7 @@ class Spans:
         span = self._tracer.start_span(NAME, attributes={"gen_ai.request.model": self._model})
         if self._linked:
             run.request.trace_headers = _headers(span)
-        run.ended.once(lambda: _end(span, run))
+        run.before_end = lambda: _ended(span, run)
 
 
 def spans_of(asked: bool | TracerProvider | None, model: str, endpoint: str | None) -> Spans | None:
@@ -55,6 +58,13 @@ def _headers(span: Span) -> dict[str, str]:
     headers: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(headers, set_span_in_context(span))
     return headers
+
+
+def _ended(span: Span, run: Run) -> None:
+    try:
+        _end(span, run)
+    except Exception:  # of a processor of the application's: the run ends all the same
+        log.exception("the span of run %d could not be ended", run.key)
 
 
 def _end(span: Span, run: Run) -> None:

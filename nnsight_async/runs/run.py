@@ -64,6 +64,8 @@ class Run(Job):
         self.traceback: TracebackType | None = None
         self.context: BaseException | None = None
         self.values_final = False
+        self.before_end: Callable[[], None] | None = None
+        """Called before anybody is told that the run has ended."""
         self._pending: deque[_Drawn] = deque()
         self._finished = False
         self._failure: _Failure | None = None
@@ -240,6 +242,8 @@ class Run(Job):
             self.take(Step(None, saves))
         if self.output is not None:
             self.output.saves = self.ledger.values
+        if self.before_end is not None:
+            self.before_end()
         self.values_final = True
         echo.forget(self.key)
         if self._call is not None:

@@ -119,6 +119,20 @@ async def test_the_span_of_a_run_that_is_cancelled(model: VLLM, exported: Export
     await drained(model)
 
 
+async def test_a_processor_that_fails_harms_no_run(model: VLLM, caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(SimpleSpanProcessor):
+        def on_end(self, span: ReadableSpan) -> None:
+            raise OSError("on purpose")
+
+    provider = TracerProvider()
+    provider.add_span_processor(Failing(InMemorySpanExporter()))
+    traced = borrowed(model, spans=provider)
+    (output,) = await traced.generate(PROMPT, **SAMPLING)
+    assert len(output.outputs[0].token_ids) == STEPS
+    assert "could not be ended" in caplog.text
+    await drained(model)
+
+
 async def test_each_prompt_of_a_trace_and_each_plain_request_has_a_span(model: VLLM, exported: Exported) -> None:
     traced = borrowed(model, spans=exported.provider)
     async with traced.trace(**SAMPLING) as tracer:
