@@ -29,6 +29,7 @@ BATCHES = int(os.environ.get("NNSIGHT_ASYNC_BATCHES", "25"))
 SOAKED = int(os.environ.get("NNSIGHT_ASYNC_SOAKED", "300"))
 COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": list(HealthCheck)}
 BOUNDED = settings(max_examples=BATCHES, derandomize=True, database=None, **COMMON)
+FEW = settings(BOUNDED, max_examples=max(BATCHES // 4, 1))
 LONG = settings(max_examples=SOAKED, derandomize=False, database=None, **COMMON)
 
 
@@ -240,7 +241,7 @@ def test_programs_in_batches(roomy, drawn, examples):
     hold(roomy, drawn, examples)
 
 
-@pytest.mark.parametrize("examples", [pytest.param(BOUNDED, id="bounded"), for_long(LONG)])
+@pytest.mark.parametrize("examples", [pytest.param(FEW, id="bounded"), for_long(LONG)])
 def test_programs_that_are_preempted(crowded, examples):
     before = crowded.replays()
     hold(crowded, CROWD, examples)

@@ -89,6 +89,7 @@ def test_plain_vllm_agrees_with_transformers(name: str, tmp_path: Path) -> None:
     assert answer["tokens"] == [greedy(hf_model(name), prompt) for prompt in encode(name)]
 
 
+@pytest.mark.slow
 def test_the_v2_runner_agrees_with_transformers(tmp_path: Path) -> None:
     answer = plain_vllm("llama", tmp_path, v2_runner_environment())
 

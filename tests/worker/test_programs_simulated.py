@@ -125,7 +125,7 @@ def seen(task: Task, served: Served) -> list[Any]:
 
 
 EXAMPLES = settings(
-    max_examples=int(os.environ.get("SIM", "60")),
+    max_examples=int(os.environ.get("SIM", "30")),
     deadline=None,
     derandomize="SIM" not in os.environ,
     database=None,
