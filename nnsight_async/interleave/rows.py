@@ -133,11 +133,12 @@ class Slab:
         `in_place`: into the original tensors and at once, for everyone who holds them.
         """
         for path, rows in written:
-            original = part(self._passed, path)
             if in_place:
+                original = part(self._passed, path)
                 original[start : start + rows.shape[0]].copy_(rows)
-            if not in_place or path in self._writes or part(self.value, path) is not original:
-                self._writes.setdefault(path, []).append((start, rows))
+                if path not in self._writes and part(self.value, path) is original:
+                    continue
+            self._writes.setdefault(path, []).append((start, rows))
 
     def finish(self) -> Any:
         """Write what was put, and return the value."""

@@ -256,8 +256,12 @@ def ranges(rows: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def _key(keys: Sequence[int], request: str) -> int:
-    """That of one of the requests that vLLM makes of one: it puts their number in front of the id (0.32, 0.33)."""
-    return keys[0] if len(keys) == 1 else keys[int(request.partition("_")[0])]
+    """That of one of the requests that vLLM makes of one: it puts their number in front of the id (0.32, 0.33).
+
+    For an id of any other form it is the first, whose frames then do not follow each other: that request fails alone.
+    """
+    number = request.partition("_")[0]
+    return keys[int(number)] if len(keys) > 1 and number.isdecimal() and int(number) < len(keys) else keys[0]
 
 
 def _span(run: BlockRun, start: int, stop: int, computed: int) -> Span:
