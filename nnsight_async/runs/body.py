@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from contextlib import contextmanager
 from inspect import currentframe
@@ -15,19 +16,46 @@ from nnsight_async.errors import SurfaceError
 T = TypeVar("T")
 
 
-class Body:
-    """The body of one `with`."""
+class BodyStatement(ABC):
+    """A `with` whose body is not run, but taken when the statement ends. `async with` does the same."""
 
-    def __init__(self) -> None:
-        self._capture: BodyCapture | None = None
+    _capture: BodyCapture | None = None
 
-    def enter(self, frame: FrameType, entered: T) -> T:
+    @abstractmethod
+    def _finish(self, capture: BodyCapture) -> None:
+        """The `with` ends: make of its body what it is for."""
+
+    @abstractmethod
+    async def _afinish(self, capture: BodyCapture) -> None:
+        """The `async with` ends."""
+
+    def _skip(self, frame: FrameType, entered: T) -> T:
         """The last thing before the body, which `frame` will not run; returns `entered`."""
         self._capture = BodyCapture(frame)
         self._capture.skip(entered)
         return entered
 
-    def left(
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        capture = self._left(exc_type, exc, traceback)
+        if capture is None:
+            return False
+        with hidden(exc):
+            self._finish(capture)
+        return True
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        capture = self._left(exc_type, exc, traceback)
+        if capture is None:
+            return False
+        with hidden(exc):
+            await self._afinish(capture)
+        return True
+
+    def _left(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> BodyCapture | None:
         """The capture, if the body was skipped (or is empty); None if another exception is on its way."""

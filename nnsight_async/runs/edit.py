@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from nnsight_async.errors import OutsideBlockError
-from nnsight_async.runs.body import Body, Ready, caller, check_awaiting_allowed, check_blocking_allowed, hidden
+from nnsight_async.runs.body import BodyStatement, Ready, caller, check_awaiting_allowed, check_blocking_allowed
 from nnsight_async.runs.trace import Tracer
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class EditTracer(Tracer):
         )
 
 
-class EditBody:
+class EditBody(BodyStatement):
     """The context manager that `model.edit()` returns; its body becomes the block of the edit."""
 
     def __init__(self, editor: Editor, name: str | None, *, rowwise: bool, asynchronous: bool) -> None:
@@ -111,39 +110,24 @@ class EditBody:
         self._asynchronous = asynchronous
         self._tracer = EditTracer(asynchronous)
         self._edit = Edit(editor)
-        self._body = Body()
 
     def __enter__(self) -> tuple[Tracer, Edit]:
         check_blocking_allowed(self._asynchronous, FORM)
-        return self._body.enter(caller(), (self._tracer, self._edit))
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        capture = self._body.left(exc_type, exc, traceback)
-        if capture is None:
-            return False
-        with hidden(exc):
-            installed = self._installed(capture)
-            self._editor.install(installed)
-        self._edit.attach(installed)
-        return True
+        return self._skip(caller(), (self._tracer, self._edit))
 
     def __aenter__(self) -> Ready[tuple[Tracer, Edit]]:
         check_awaiting_allowed(self._asynchronous, FORM)
-        return Ready(self._body.enter(caller(), (self._tracer, self._edit)))
+        return Ready(self._skip(caller(), (self._tracer, self._edit)))
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        capture = self._body.left(exc_type, exc, traceback)
-        if capture is None:
-            return False
-        with hidden(exc):
-            installed = self._installed(capture)
-            await self._editor.ainstall(installed)
+    def _finish(self, capture: BodyCapture) -> None:
+        installed = self._installed(capture)
+        self._editor.install(installed)
         self._edit.attach(installed)
-        return True
+
+    async def _afinish(self, capture: BodyCapture) -> None:
+        installed = self._installed(capture)
+        await self._editor.ainstall(installed)
+        self._edit.attach(installed)
 
     def _installed(self, capture: BodyCapture) -> Installed:
         return Installed(capture.block([*self._editor.owners(), self._tracer]), self._name, self._rowwise)

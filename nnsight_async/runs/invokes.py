@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from nnsight_async.errors import OutsideBlockError
-from nnsight_async.runs.body import Body, Ready, caller, check_awaiting_allowed, check_blocking_allowed, hidden
+from nnsight_async.runs.body import BodyStatement, Ready, caller, check_awaiting_allowed, check_blocking_allowed
 from nnsight_async.runs.group import Invokes, planned
 from nnsight_async.runs.handle import Launcher, settle
 from nnsight_async.runs.saved import Saved
@@ -63,7 +63,7 @@ class InvokeTracer(Tracer):
         return self.captured if error is None else []
 
 
-class Invoke:
+class Invoke(BodyStatement):
     """The context manager that `tracer.invoke` returns; it only takes the block, `with` and `async with` alike."""
 
     def __init__(self, request: Request, asynchronous: bool, outer: InvokeTracer) -> None:
@@ -71,36 +71,26 @@ class Invoke:
         self.tracer = Tracer(asynchronous)
         self.block: Block
         self._outer = outer
-        self._capture: BodyCapture
-        self._body = Body()
+        self._taken: BodyCapture
 
     def __enter__(self) -> Tracer:
-        return self._body.enter(caller(), self.tracer)
-
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        capture = self._body.left(exc_type, exc, traceback)
-        if capture is None:
-            return False
-        with hidden(exc):
-            self.block = capture.block([*self._outer.owners(), self.tracer, self._outer])
-        self._capture = capture
-        self.request.invoke = len(self._outer.captured)
-        self._outer.captured.append(self)
-        return True
+        return self._skip(caller(), self.tracer)
 
     def __aenter__(self) -> Ready[Tracer]:
-        return Ready(self._body.enter(caller(), self.tracer))
+        return Ready(self._skip(caller(), self.tracer))
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        return self.__exit__(exc_type, exc, traceback)
+    def _finish(self, capture: BodyCapture) -> None:
+        self.block = capture.block([*self._outer.owners(), self.tracer, self._outer])
+        self._taken = capture
+        self.request.invoke = len(self._outer.captured)
+        self._outer.captured.append(self)
+
+    async def _afinish(self, capture: BodyCapture) -> None:
+        self._finish(capture)
 
     def bind(self, values: Mapping[str, object]) -> None:
         """Assign those of `values` that this invoke names to the variables around it."""
-        self._capture.bind({name: values[name] for name in self.block.names if name in values})
+        self._taken.bind({name: values[name] for name in self.block.names if name in values})
 
 
 class InvokeTrace:

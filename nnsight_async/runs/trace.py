@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from nnsight_async.errors import OutsideBlockError, UnsupportedError
 from nnsight_async.interleave.tracer import ELSEWHERE, NOT_HERE, ONE_PROMPT
-from nnsight_async.runs.body import Body, Ready, caller, check_awaiting_allowed, check_blocking_allowed, hidden
+from nnsight_async.runs.body import BodyStatement, Ready, caller, check_awaiting_allowed, check_blocking_allowed
 from nnsight_async.runs.group import planned
 from nnsight_async.runs.handle import Handle, Launcher, settle
 from nnsight_async.runs.saved import Saved
 from nnsight_async.tree.names import similar
 
 if TYPE_CHECKING:
+    from nnsight_async.capture.body import BodyCapture
     from nnsight_async.interleave.tracer import Iterations
     from nnsight_async.runs.request import Request
 
@@ -81,7 +82,7 @@ def _outside(what: str) -> OutsideBlockError:
     return OutsideBlockError(f"{what} belongs inside the `with model.trace(...)` block")
 
 
-class Trace:
+class Trace(BodyStatement):
     """The context manager that `model.trace(prompt)` returns.
 
     `with` waits for the run and gives values; on a model of mode "async" it serves threads that have no event loop.
@@ -93,46 +94,31 @@ class Trace:
         self._request = request
         self._asynchronous = asynchronous
         self._tracer = Tracer(asynchronous)
-        self._body = Body()
 
     def __enter__(self) -> Tracer:
         check_blocking_allowed(self._asynchronous)
         self._tracer = Tracer(asynchronous=False)
         return self._enter(caller())
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        capture = self._body.left(exc_type, exc, traceback)
-        if capture is None:
-            return False
-        with hidden(exc):
-            block = capture.block([*self._launcher.owners(), self._tracer])
-            run = planned(self._request, block)
-            self._launcher.launch(run)
-            self._tracer.attach(run)
-            settle(run).check()
-        values = run.values
-        capture.bind({name: values[name] for name in block.names if name in values})
-        return True
-
     def __aenter__(self) -> Ready[Tracer]:
         check_awaiting_allowed(self._asynchronous)
         return Ready(self._enter(caller()))
 
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        capture = self._body.left(exc_type, exc, traceback)
-        if capture is None:
-            return False
-        with hidden(exc):
-            block = capture.block([*self._launcher.owners(), self._tracer])
-            run = planned(self._request, block)
-            await self._launcher.alaunch(run)
-            self._tracer.attach(run)
+    def _finish(self, capture: BodyCapture) -> None:
+        block = capture.block([*self._launcher.owners(), self._tracer])
+        run = planned(self._request, block)
+        self._launcher.launch(run)
+        self._tracer.attach(run)
+        settle(run).check()
+        values = run.values
+        capture.bind({name: values[name] for name in block.names if name in values})
+
+    async def _afinish(self, capture: BodyCapture) -> None:
+        block = capture.block([*self._launcher.owners(), self._tracer])
+        run = planned(self._request, block)
+        await self._launcher.alaunch(run)
+        self._tracer.attach(run)
         capture.bind({name: Saved(run, name) for name in block.names})
-        return True
 
     def _enter(self, frame: FrameType) -> Tracer:
-        return self._body.enter(frame, self._tracer)
+        return self._skip(frame, self._tracer)
