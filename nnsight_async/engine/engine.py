@@ -26,7 +26,7 @@ from nnsight_async.engine.prefixes import Prefixes
 from nnsight_async.engine.settings import model_name
 from nnsight_async.engine.start import dead_error, start_error, start_vllm
 from nnsight_async.errors import EngineClosedError, NNsightError
-from nnsight_async.runs.facts import facts, outcome
+from nnsight_async.runs.facts import outcome
 from nnsight_async.runs.history import Buffer, SlowConsumers
 from nnsight_async.runs.ledger import lost
 from nnsight_async.runs.shipment import Shipment
@@ -263,8 +263,6 @@ class Engine:
         finally:
             self._runs.pop(run.key, None)
             self._tally[outcome(run)] += 1
-            if log.isEnabledFor(logging.DEBUG):
-                log.debug("run %d %s", run.key, outcome(run), extra=facts(run))
             self._let_go_of_adapter(run)
             run.unload()
             self._tally["dropped_steps"] += run.buffer.dropped

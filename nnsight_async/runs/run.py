@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nnsight_async.errors import EngineClosedError, RunCancelledError
 from nnsight_async.runs import echo, failures
+from nnsight_async.runs.facts import facts, outcome
 from nnsight_async.runs.history import Buffer, Step
 from nnsight_async.runs.job import Job
 from nnsight_async.runs.ledger import Ledger
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from nnsight_async.runs.edit import Installed
     from nnsight_async.runs.frames import Frame
     from nnsight_async.runs.request import Request
+
+log = logging.getLogger(__name__)
 
 new_key = count(1).__next__
 """A number that no other request has, by which its frames find it."""
@@ -244,6 +248,8 @@ class Run(Job):
             self.output.saves = self.ledger.values
         if self.before_end is not None:
             self.before_end()
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("run %d %s", self.key, outcome(self), extra=facts(self))
         self.values_final = True
         echo.forget(self.key)
         if self._call is not None:
