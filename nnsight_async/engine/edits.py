@@ -25,8 +25,9 @@ class Edits:
     A request is told its edits when it is submitted, so this side alone decides who runs which.
     """
 
-    def __init__(self, ask: Ask, constants: Constants) -> None:
+    def __init__(self, ask: Ask, constants: Constants, block_seconds: float) -> None:
         self._ask = ask
+        self._block_seconds = block_seconds
         self._constants = constants
         self._changing = threading.Lock()
         self._ending = asyncio.Lock()
@@ -60,7 +61,8 @@ class Edits:
         try:
             await using.enter_async_context(self._constants.on_hand(edit.block.constants))
             using.push_async_callback(self._ask, "nnsight_clear", [edit.number])
-            failure: bytes | None = await self._ask("nnsight_install", edit.number, edit.block.payload, edit.rowwise)
+            installed = (edit.number, edit.block.payload, edit.rowwise, self._block_seconds)
+            failure: bytes | None = await self._ask("nnsight_install", *installed)
             if failure is not None:
                 raise failures.unpack(failure)
             with self._changing:

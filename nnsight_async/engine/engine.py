@@ -96,7 +96,7 @@ class Engine:
         self._constants = Constants(self._ask, limits.constant_bytes)
         self.adapters = Adapters(self._ask, enabled=bool(settings.get("enable_lora")))
         self._prefixes = Prefixes(bool(settings.get("enable_prefix_caching")))
-        self.edits = Edits(self._ask, self._constants)
+        self.edits = Edits(self._ask, self._constants, limits.block_seconds)
         self.llm: AsyncLLM
         self.manifest: Manifest
 

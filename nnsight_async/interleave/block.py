@@ -17,7 +17,7 @@ from nnsight_async.errors import (
 )
 from nnsight_async.interleave.cache import Cache
 from nnsight_async.interleave.console import Console, warn
-from nnsight_async.interleave.context import BlockGreenlet
+from nnsight_async.interleave.context import BlockGreenlet, UserGreenlet
 from nnsight_async.interleave.locations import Location, expression
 from nnsight_async.interleave.modes import Modes
 from nnsight_async.interleave.saving import Saves
@@ -107,8 +107,7 @@ class BlockRun:
         """Whether the block uses `.source`, or what it took of one above."""
         self._timeout = timeout
         self._interleaver = interleaver
-        self._greenlet = BlockGreenlet(self._main)
-        self._greenlet.context = self
+        self._greenlet: UserGreenlet = BlockGreenlet(self._main, self)
 
     @property
     def over(self) -> bool:
@@ -116,6 +115,24 @@ class BlockRun:
         return self.finished and (not self.caches or self.ended or self.stopped or self.error is not None)
 
     # -- driven by the interleaver ---------------------------------------------------------------------------------
+
+    def prepare(self, load: Callable[[], Program]) -> None:
+        """Have the program made, by code of the user among others: in the time of a turn, and an error ends it."""
+
+        def made(_: Any) -> None:
+            try:
+                self.program = load()
+            except BaseException as error:
+                self.error = error
+
+        block, waits = self._greenlet, self.waits
+        self._greenlet = UserGreenlet(made)
+        self._enter(self._greenlet.switch, None)
+        self._greenlet = block
+        if self.error is None:
+            self.waits = waits
+        else:
+            self.fail(self._expired(self.error))
 
     def begin(self) -> None:
         """A forward pass with new rows of this run begins."""
@@ -200,7 +217,7 @@ class BlockRun:
             interleaver.running = False
         if watchdog.abandoned():
             self.stood = self._stands()
-            self._greenlet = BlockGreenlet(self._main)
+            self._greenlet = BlockGreenlet(self._main, self)
             return False
         return True
 
@@ -212,12 +229,15 @@ class BlockRun:
             pass
         except greenlet.GreenletExit as error:
             self.error = None if self._killed else error
-        except Expired as expired:
-            self.error = timeout_error(self._timeout).with_traceback(expired.__traceback__)
         except BaseException as error:
-            self.error = error
+            self.error = self._expired(error)
         finally:
             self.finished = True
+
+    def _expired(self, error: BaseException) -> BaseException:
+        if isinstance(error, Expired):
+            return timeout_error(self._timeout).with_traceback(error.__traceback__)
+        return error
 
     # -- called by the block ---------------------------------------------------------------------------------------
 

@@ -58,10 +58,16 @@ class BlockContext(Protocol):
         ...
 
 
-class BlockGreenlet(greenlet.greenlet):
-    """A greenlet that runs a block and knows its context."""
+class UserGreenlet(greenlet.greenlet):
+    """A greenlet that runs code of the user's, which the watchdog may interrupt."""
 
-    context: BlockContext
+
+class BlockGreenlet(UserGreenlet):
+    """One that runs a block and knows its context."""
+
+    def __init__(self, run: Callable[..., Any], context: BlockContext) -> None:
+        super().__init__(run)
+        self.context = context
 
 
 def running() -> BlockContext | None:

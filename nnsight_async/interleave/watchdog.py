@@ -12,7 +12,7 @@ from typing import ClassVar
 import greenlet
 
 from nnsight_async.errors import BlockTimeoutError
-from nnsight_async.interleave.context import running
+from nnsight_async.interleave.context import UserGreenlet
 
 INTERVAL = 0.1
 """Seconds between looks at the clock."""
@@ -89,14 +89,14 @@ class Watchdog:
 
     def strike(self) -> None:
         """Raise `Expired` in the block that runs now, or go on without it. Called in the main thread, at any time."""
-        if running() is None or time.monotonic() <= self._deadline:
+        stuck = greenlet.getcurrent()
+        if not isinstance(stuck, UserGreenlet) or time.monotonic() <= self._deadline:
             return
         self._strikes += 1
         self.total += 1
         if self._strikes <= CHANCES:
             raise Expired
         self._abandoned = True
-        stuck = greenlet.getcurrent()
         # It would be resumed, to unwind, when its last reference goes.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(stuck))
         assert stuck.parent is not None

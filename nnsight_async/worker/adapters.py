@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import msgspec
 
 from nnsight_async.errors import AdapterError
+from nnsight_async.worker.entries import around, require
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import NewRequestData
 
@@ -21,24 +24,45 @@ class Loader(Protocol):
 
 
 class Adapters:
-    """Loads what a request needs, and takes it off the request if that fails: vLLM would try again."""
+    """Loads what a request needs, and takes it off the request if that fails: vLLM would try again.
 
-    def __init__(self, loader: Loader) -> None:
+    What requests use is kept until they are over. vLLM lets go of the adapter that was used least, be it one of a
+    request that goes on, and reads it again in the midst of a step, when its files may be gone.
+    """
+
+    def __init__(self, loader: Loader, manager: Any = None) -> None:
+        """`manager` is vLLM's, if adapters are enabled (`WorkerLoRAManager`, 0.32, 0.33)."""
         self._loader = loader
+        self._loaded: dict[int, Any] = {}
+        self._used: dict[str, int] = {}
+        """By request, the number of its adapter."""
+        if manager is not None:
+            require(manager, ["_load_adapter"])
+            around(manager, "_load_adapter", self._remembered)
 
-    def provide(self, request: NewRequestData) -> AdapterError | None:
-        """Have the adapter of `request` in the worker; returns why it cannot be."""
+    def provide(self, request: NewRequestData, *, again: bool) -> AdapterError | None:
+        """Have the adapter of `request` in the worker; returns why it cannot be. `again`: it has been there already."""
         lora = request.lora_request
         if lora is None:
             return None
         try:
-            self.load(lora)
+            if not again:
+                self.load(lora)
         except AdapterError as error:
             request.lora_request = None
             return error
+        self._used[request.req_id] = lora.lora_int_id
         if lora.load_inplace:  # once is enough
             request.lora_request = msgspec.structs.replace(lora, load_inplace=False)
         return None
+
+    def part(self, requests: Iterable[str]) -> None:
+        """These requests are over."""
+        if self._used:
+            for request in requests:
+                self._used.pop(request, None)
+            needed = {*self._used.values(), *self._loader.list_loras()}
+            self._loaded = {number: model for number, model in self._loaded.items() if number in needed}
 
     def load(self, lora: LoRARequest) -> None:
         """Load an adapter that is not there yet; `AdapterError` says why it cannot be."""
@@ -49,3 +73,16 @@ class Adapters:
             raise AdapterError(
                 f"the LoRA adapter {lora.lora_name!r} at {lora.lora_path} cannot be loaded: {error}"
             ) from error
+
+    def _remembered(self, load: Callable[[LoRARequest], Any]) -> Callable[[LoRARequest], Any]:
+        def entered(lora: LoRARequest) -> Any:
+            try:
+                model = load(lora)
+            except Exception:
+                if lora.load_inplace or lora.lora_int_id not in self._used.values():
+                    raise
+                return self._loaded[lora.lora_int_id]
+            self._loaded[lora.lora_int_id] = model
+            return model
+
+        return entered

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nnsight_async.capture.load import load
-from nnsight_async.interleave.block import BlockRun, Program
+from nnsight_async.interleave.block import BlockRun
 from nnsight_async.interleave.interleaver import Interleaver
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
 from nnsight_async.interleave.rows import Batch, Span
@@ -68,9 +68,12 @@ class Blocks:
         """How many edits are installed."""
         return len(self._edits)
 
-    def install(self, number: int, edit: Edit) -> None:
+    def install(self, number: int, edit: Edit, timeout: float) -> None:
         """Have an edit, for requests that say that they run it; raises what loading its block does."""
-        self._load(BlockRun(0, self.interleaver, 0), edit.payload)
+        trial = BlockRun(0, self.interleaver, 0, timeout=timeout)
+        self._prepare(trial, edit.payload)
+        if trial.error is not None:
+            raise trial.error
         self._edits[number] = edit
 
     def clear(self, numbers: Sequence[int]) -> None:
@@ -86,11 +89,14 @@ class Blocks:
         """Take in the requests that arrive with a step and let go of those that are over."""
         self._recycling.hand_over(scheduled, self._runs)
         for request in scheduled.scheduled_new_reqs:
-            failure = self._adapters.provide(request) if request.lora_request is not None else None
-            if request.req_id not in self._runs and self._arrive(request, failure):
+            again = request.req_id in self._runs  # it was preempted
+            failure = self._adapters.provide(request, again=again)
+            if not again and self._arrive(request, failure):
                 self._recycling.arrive(request)
         if self._runs:
             self._part(scheduled.finished_req_ids)
+        if scheduled.finished_req_ids:
+            self._adapters.part(scheduled.finished_req_ids)
 
     def begin_step(self, step: Composition) -> None:
         """The forward pass over `step` is about to run."""
@@ -171,24 +177,24 @@ class Blocks:
         if shipped.adapter:
             self._outbox.say(key, len(runs), failure)
         self._outbox.flush()  # what could not begin
-        if runs:
+        if runs or shipped.adapter:
             self._runs[request.req_id] = tuple(runs)
         return bool(runs)
 
     def _begin(self, run: BlockRun, block: bytes | None) -> None:
-        try:
-            run.program = self._load(run, block or b"")
-        except BaseException as error:
-            run.fail(error)
+        self._prepare(run, block or b"")
+        if run.error is not None:
             self._outbox.report(run)
 
-    def _load(self, run: BlockRun, block: bytes) -> Program:
-        return load(block, lambda reference: self._resolve(run, reference), self._device, self.constants.own)
+    def _prepare(self, run: BlockRun, block: bytes) -> None:
+        run.prepare(
+            lambda: load(block, lambda reference: self._resolve(run, reference), self._device, self.constants.own)
+        )
 
     def _part(self, finished: Iterable[str]) -> None:
         for request in finished:
-            runs = self._runs.pop(request, ())
-            if runs:
+            runs = self._runs.pop(request, None)
+            if runs is not None:
                 with torch.inference_mode():  # as in the steps, or their tensors could not be changed in place any more
                     for run in runs:
                         self._edited_by.pop(run, None)

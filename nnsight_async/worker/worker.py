@@ -98,10 +98,10 @@ class BlockWorker:
         """Let go of constants; blocks that run have their own."""
         self.nnsight_blocks.constants.drop(digests)
 
-    def nnsight_install(self, number: int, payload: bytes, rowwise: bool) -> bytes | None:
+    def nnsight_install(self, number: int, payload: bytes, rowwise: bool, timeout: float) -> bytes | None:
         """Have an edit; returns the error of its block that cannot be loaded, packed."""
         try:
-            self.nnsight_blocks.install(number, Edit(payload, rowwise))
+            self.nnsight_blocks.install(number, Edit(payload, rowwise), timeout)
         except BaseException as error:
             return failures.pack(error, "while the edit was loaded in the worker")
         return None
@@ -167,7 +167,7 @@ class BlockWorker:
         cache = self.vllm_config.cache_config  # type: ignore[attr-defined]
         recycling = Recycling(model, cache.num_gpu_blocks, cache.block_size)
         keep_warnings()
-        self.nnsight_adapters = Adapters(self)  # type: ignore[arg-type]
+        self.nnsight_adapters = Adapters(self, getattr(runner, "lora_manager", None))  # type: ignore[arg-type]
         self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, runner.device, recycling, self.nnsight_adapters)
         entry(runner, self.nnsight_blocks)
         self.nnsight_runner = entry.__name__

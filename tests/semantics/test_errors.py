@@ -20,6 +20,7 @@ import torch
 
 from nnsight_async import (
     BlockError,
+    BlockTimeoutError,
     GenerationEndedError,
     LocationError,
     NNsightError,
@@ -453,6 +454,24 @@ def test_a_block_that_does_not_load(model):
     with pytest.raises(ZeroDivisionError) as caught:
         model.run(PROMPT, uses, max_tokens=200, ignore_eos=True).result(timeout=30)
     assert last_entry(caught.value).line == "def uses(model: Any, tracer: Any) -> None:"
+
+
+class Endless:
+    def __reduce__(self) -> Any:
+        return time.sleep, (600,)
+
+
+def test_a_block_that_loads_for_too_long(model):
+    value = Endless()
+
+    def uses(model: Any, tracer: Any) -> None:
+        print(value)
+
+    with pytest.raises(BlockTimeoutError, match="block_timeout"):
+        model.run(PROMPT, uses, max_tokens=200, ignore_eos=True).result(timeout=60)
+    with pytest.raises(BlockTimeoutError, match="block_timeout"):
+        model.edit(uses).result(timeout=60)
+    assert model.run(PROMPT, reads_logits, **GREEDY).result().saves
 
 
 async def test_a_value_that_does_not_travel(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.backends("vllm")
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 STEPS = 4
 GREEDY = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
+LONG = {"temperature": 0.0, "ignore_eos": True}
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 RANK, ALPHA = 4, 8
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -106,6 +108,29 @@ async def test_the_output_of_a_wrapped_layer_has_the_adapter_in_it(adapted, adap
     same(await projected, await given @ torch.cat(parts).T)
     gate, up = (await gated).chunk(2, -1)
     same(await lowered, (torch.nn.functional.silu(gate) * up) @ layer.mlp.down_proj.weight.T)
+
+
+async def test_an_adapter_in_use_needs_its_files_no_more(hf, merges, tmp_path):
+    """There is room for one, so that another that is loaded ahead takes its place; its request goes on with it."""
+    folder = write(hf, tmp_path / "first", 1)
+    first, second = LoRARequest("first", 1, folder), LoRARequest("second", 2, write(hf, tmp_path / "second", 2))
+    model = build("llama", enable_lora=True, max_lora_rank=RANK, max_loras=1)
+    try:
+        async with model.run(PROMPT, lambda model, tracer: None, lora_request=first, max_tokens=60, **LONG) as run:
+            ids = []
+            async for token in run.stream():
+                ids.append(token.id)
+                if token.index == 1:
+                    shutil.rmtree(folder)
+                    await model.add_lora(second)
+        assert ids == generation(merges[1], PROMPT, 60).ids
+        (output,) = await model.generate(PROMPT, lora_request=second, **GREEDY)
+        assert list(output.outputs[0].token_ids) == generation(merges[2], PROMPT, STEPS).ids
+        with pytest.raises(AdapterError, match="first"):
+            await model.generate(PROMPT, lora_request=first, max_tokens=1)
+        await drained(model)
+    finally:
+        await model.aclose()
 
 
 async def test_edits_and_heads_and_the_logit_lens_on_adapted_layers(adapted, adapters, merges):

@@ -102,8 +102,7 @@ def in_block(context: Context) -> Callable[[Callable[[], Any]], Any]:
     """Runs a function as the code of a block whose context is `context`."""
 
     def run(function: Callable[[], Any]) -> Any:
-        block = BlockGreenlet(function)
-        block.context = context
+        block = BlockGreenlet(function, context)
         return block.switch()
 
     return run

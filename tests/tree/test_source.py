@@ -113,8 +113,7 @@ def test_reads_and_writes_go_to_the_block(model: Any) -> None:
         source.scale_0.source.mul_0.output = source.lin_0.input
         _ = source.lin_0.inputs
 
-    greenlet = BlockGreenlet(block)
-    greenlet.context = context
+    greenlet = BlockGreenlet(block, context)
     greenlet.switch()
     assert context.asked == [
         ("read", "model.derived.source.lin_0.input"),

@@ -60,7 +60,9 @@ class NoCache:
 class NoAdapters:
     """In the place of `Adapters`."""
 
-    def provide(self, request: Any) -> None: ...
+    def provide(self, request: Any, *, again: bool) -> None: ...
+
+    def part(self, requests: Any) -> None: ...
 
 
 @dataclass
