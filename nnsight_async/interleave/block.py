@@ -125,6 +125,7 @@ class BlockRun:
             except BaseException as error:
                 self.error = error
 
+        self._interleaver.modes = Modes.now()
         block, waits = self._greenlet, self.waits
         self._greenlet = UserGreenlet(made)
         self._enter(self._greenlet.switch, None)

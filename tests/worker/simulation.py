@@ -109,7 +109,7 @@ class Simulation:
         run = Run(Request({"prompt_token_ids": list(prompt)}, params), block)
         if edit is not None:
             run.ride([Installed(from_function(edit), None, rowwise=False)])
-            self.blocks.install(run.edits[0].number, Edit(run.edits[0].block.payload, rowwise=False))
+            self.blocks.install(run.edits[0].number, Edit(run.edits[0].block.payload, rowwise=False), 60.0)
         if run.has_blocks:
             payload, edits = block and block.payload, tuple(each.number for each in run.edits)
             Shipment((run.key,), payload, 1 << 30, 5.0, edits).onto(params)
