@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 TESTS = ["tests/semantics", "tests/worker"]
 CHOSEN = (
     "against_transformers and llama or equal_prompts or different_steps or stop_ends or text_of_tokens "
-    "or reaches_nobody or edits_run or is_complete or draws and greedy or hooks or in_use"
+    "or reaches_nobody or programs_in_batches or edits_run or is_complete or draws and greedy or hooks or in_use"
 )
 
 
@@ -31,7 +31,7 @@ def test_semantics_hold_on_the_v2_runner():
     ended = subprocess.run(
         pytest,
         cwd=ROOT,
-        env={**os.environ, **v2_runner_environment()},
+        env={**os.environ, **v2_runner_environment(), "NNSIGHT_ASYNC_BATCHES": "8"},
         capture_output=True,
         text=True,
         timeout=500,
