@@ -289,6 +289,8 @@ class Engine:
         if run is None:
             self._tally["late_frames"] += 1
         else:
+            if frame.error is not None and run.edits:
+                self._prefixes.distrust()
             try:
                 run.feed_frame(frame)
             except Exception as error:  # whatever one run's frame does, the others' come after it

@@ -16,11 +16,17 @@ class Prefixes:
     """Keeps the keys and values that edited requests leave in vLLM's prefix cache from everybody else.
 
     A request with a block of its own, or with an edit that must see the whole prompt, neither reads cached prefixes nor
-    leaves any. Requests that run the same rowwise edits, and nothing else, read each other's.
+    leaves any. Requests that run the same rowwise edits, and nothing else, read each other's, until one of them fails:
+    what it leaves was not edited to the end.
     """
 
     def __init__(self, cached: bool) -> None:
         self._cached = cached
+        self._failures = 0
+
+    def distrust(self) -> None:
+        """A request with edits has failed: from now on, none reads what those before have left."""
+        self._failures += 1
 
     def apart(self, prompt: Any, params: Any, key: int, edits: Sequence[Installed], *, block: bool) -> Any:
         """The prompt of a request, with what keeps its prefixes apart; `params` are changed, the prompt is not."""
@@ -29,12 +35,12 @@ class Prefixes:
         alone = block or not all(edit.rowwise for edit in edits)
         if alone:
             params.skip_reading_prefix_cache = True
-        return _salted(prompt, f"nnsight-{os.getpid()}-{key if alone else _same(edits)}")
+        return _salted(prompt, f"nnsight-{os.getpid()}-{key if alone else self._same(edits)}")
 
-
-def _same(edits: Sequence[Installed]) -> str:
-    """Equal for requests that run the same edits, and for no others."""
-    return "edits-" + hashlib.sha256(repr([edit.number for edit in edits]).encode()).hexdigest()[:16]
+    def _same(self, edits: Sequence[Installed]) -> str:
+        """Equal for requests that run the same edits, and for no others."""
+        numbers = repr([edit.number for edit in edits])
+        return f"edits-{self._failures}-{hashlib.sha256(numbers.encode()).hexdigest()[:16]}"
 
 
 def _salted(prompt: Any, salt: str) -> Any:

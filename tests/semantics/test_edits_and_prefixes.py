@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -86,6 +87,28 @@ async def test_an_edit_that_is_not_rowwise_sees_its_whole_prompt(caching, wanted
         assert (output.num_cached_tokens, output.saves["rows"]) == (0, len(PROMPT))
     await caching.clear_edits()
     assert (await request(caching))[0] == wanted[0.0]
+
+
+async def test_what_a_failing_edit_leaves_is_read_by_nobody(caching, wanted, tmp_path):
+    broken = tmp_path / "broken"
+    broken.touch()
+
+    def adds_or_fails(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            if os.path.exists(broken):  # noqa: PTH110
+                raise RuntimeError("not now")
+            model.model.layers[1].output[0][:] += VECTOR
+
+    await caching.edit(adds_or_fails, rowwise=True)
+    with pytest.raises(RuntimeError, match="not now"):
+        await caching.generate(PROMPT, **SAMPLING)
+    broken.unlink()
+    hit = len(PROMPT) // BLOCK * BLOCK
+    assert await request(caching) == (wanted[1.0], 0)
+    assert await request(caching) == (wanted[1.0], hit)
+    await caching.clear_edits()
+    assert (await request(caching))[0] == wanted[0.0]
+    await drained(caching)
 
 
 async def test_a_traced_request_reads_nothing_that_is_cached(caching, wanted):
