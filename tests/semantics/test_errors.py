@@ -461,17 +461,20 @@ class Endless:
         return time.sleep, (600,)
 
 
-def test_a_block_that_loads_for_too_long(model):
+async def test_a_block_that_loads_for_too_long(model):
     value = Endless()
 
     def uses(model: Any, tracer: Any) -> None:
         print(value)
 
+    async with model.run(PROMPT, uses, max_tokens=200, ignore_eos=True) as run:
+        with pytest.raises(BlockTimeoutError, match="block_timeout"):
+            await run.result
     with pytest.raises(BlockTimeoutError, match="block_timeout"):
-        model.run(PROMPT, uses, max_tokens=200, ignore_eos=True).result(timeout=60)
-    with pytest.raises(BlockTimeoutError, match="block_timeout"):
-        model.edit(uses).result(timeout=60)
-    assert model.run(PROMPT, reads_logits, **GREEDY).result().saves
+        await model.edit(uses)
+    async with model.run(PROMPT, reads_logits, **GREEDY) as run:
+        assert (await run.result).saves
+    await drained(model)
 
 
 async def test_a_value_that_does_not_travel(model):

@@ -114,7 +114,7 @@ async def test_an_adapter_in_use_needs_its_files_no_more(hf, merges, tmp_path):
     """There is room for one, so that another that is loaded ahead takes its place; its request goes on with it."""
     folder = write(hf, tmp_path / "first", 1)
     first, second = LoRARequest("first", 1, folder), LoRARequest("second", 2, write(hf, tmp_path / "second", 2))
-    model = build("llama", enable_lora=True, max_lora_rank=RANK, max_loras=1)
+    model = build("llama", enable_lora=True, max_lora_rank=RANK * 2, max_loras=1)
     try:
         async with model.run(PROMPT, lambda model, tracer: None, lora_request=first, max_tokens=60, **LONG) as run:
             ids = []
