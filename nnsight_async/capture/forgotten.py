@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from nnsight_async.capture.live import assigned_in
 
@@ -52,11 +52,20 @@ def warn(found: tuple[Forgotten, ...], value_of: Callable[[str], Any], frame: Fr
 
 
 def _outside(node: ast.AST, body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """All of the code around but `body`."""
+    """All of the code around but `body`, and the bodies of invokes: those are blocks, which may share names."""
     for child in ast.iter_child_nodes(node):
         if not any(child is statement for statement in body):
             yield child
-            yield from _outside(child, body)
+            yield from _outside(child, [*body, *child.body] if _is_invoke(child) else body)
+
+
+def _is_invoke(node: ast.AST) -> TypeGuard[ast.With | ast.AsyncWith]:
+    return isinstance(node, (ast.With, ast.AsyncWith)) and any(
+        isinstance(item.context_expr, ast.Call)
+        and isinstance(item.context_expr.func, ast.Attribute)
+        and item.context_expr.func.attr == "invoke"
+        for item in node.items
+    )
 
 
 def _bound(node: ast.AST) -> Iterator[str]:

@@ -30,11 +30,11 @@ def settings(given: Mapping[str, Any], what: str) -> Request:
     lora, priority = sampling.pop("lora_request", None), sampling.pop("priority", 0)
     if not isinstance(priority, int) or abs(priority) >> 63:  # at which vLLM does not look, as in `_check_types`
         raise TypeError(f"{what} got priority={priority!r}: a whole number of at most 63 bits is expected")
-    edits = _names(sampling.pop("edits", None))
+    edits = edit_names(sampling.pop("edits", None))
     return Request(None, sampling_params(sampling, what=what), lora, edits, priority)
 
 
-def _names(edits: Any) -> tuple[str, ...] | None:
+def edit_names(edits: Any) -> tuple[str, ...] | None:
     """The names in `edits=[...]`; `TypeError` for what holds anything else."""
     if edits is None:
         return None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from traceback import StackSummary, walk_stack
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
@@ -16,15 +15,16 @@ from nnsight_async.errors import (
     OutOfOrderError,
 )
 from nnsight_async.interleave.cache import Cache
-from nnsight_async.interleave.console import Console, warn
+from nnsight_async.interleave.console import REPLACED, Console, warn
 from nnsight_async.interleave.context import BlockGreenlet, UserGreenlet
+from nnsight_async.interleave.foresight import foresee
 from nnsight_async.interleave.locations import Location, expression
-from nnsight_async.interleave.modes import Modes
+from nnsight_async.interleave.modes import MODES_CHANGED, Modes
 from nnsight_async.interleave.saving import Saves
 from nnsight_async.interleave.shared import guarded
 from nnsight_async.interleave.tracer import Tracer
 from nnsight_async.interleave.views import FirstArgument, View
-from nnsight_async.interleave.watchdog import Expired, timeout_error
+from nnsight_async.interleave.watchdog import Expired, said, timeout_error
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.interleaver import Interleaver
@@ -35,17 +35,6 @@ PATIENCE = 100
 
 UNWINDING = 1.0
 """Seconds that `finally` and `except` clauses have in a block that is ended."""
-
-MODES_CHANGED = (
-    "a block waited for a location, or ended, with a mode of torch switched (inference mode, autocast, a default "
-    "device or dtype, ...); close every `with torch....:` before the next location is read"
-)
-
-REPLACED = (
-    "what is saved here is bound to no name, and replaces what this step has saved under the same text, {!r}: assign "
-    'it to a name in the block, give it one with save(value, "name"), or append it to a list that was saved once, '
-    "`values = save([])`"
-)
 
 Program = Callable[[Any, Tracer], object]
 _FIRST_ARGUMENT = FirstArgument()
@@ -81,7 +70,7 @@ class BlockRun:
         """Whether rows whose keys and values are cached already may be kept from it."""
         self.console = Console()
         self.program: Program | None = None
-        self.tracer = Tracer(self)
+        self.tracer = interleaver.setting.tracer(self)
         self.prompt_rows = prompt_rows
         self.position = 0
         self.step = -1
@@ -98,13 +87,19 @@ class BlockRun:
         self.caches: list[Cache] = []
         self.ended = False
         self._killed = False
-        self.waits: Location | StepStart | None = StepStart(0)
+        self.waits: Any = StepStart(0)
+        """A location, the start of a step, or something else that somebody will resume it for; None: nothing."""
         self.visit: Visit | None = None
         self.clock = -1
         self.place: Location | None = None
         """The operation that this run has visited last in this step."""
         self.looks_inside = False
         """Whether the block uses `.source`, or what it took of one above."""
+        self.takes_gradients = False
+        """Whether the block takes gradients, as far as its text tells."""
+        self._looked_ahead = False
+        self._grad_mode: bool | None = None
+        """The block's own, while it waits."""
         self._timeout = timeout
         self._interleaver = interleaver
         self._greenlet: UserGreenlet = BlockGreenlet(self._main, self)
@@ -130,10 +125,20 @@ class BlockRun:
         self._greenlet = UserGreenlet(made)
         self._enter(self._greenlet.switch, None)
         self._greenlet = block
+        self._grad_mode = None
         if self.error is None:
             self.waits = waits
         else:
-            self.fail(self._expired(self.error))
+            self.fail(said(self.error, self._timeout))
+
+    def look_ahead(self) -> None:
+        """Find out what the block will do, before it begins."""
+        if not self._looked_ahead:
+            self._looked_ahead = True
+            foresight = foresee(self.program)
+            self.looks_inside = self.looks_inside or foresight.source
+            self.takes_gradients = foresight.gradients
+            self.saves.at_once = foresight.changes
 
     def begin(self) -> None:
         """A forward pass with new rows of this run begins."""
@@ -156,7 +161,7 @@ class BlockRun:
 
     def fail(self, error: BaseException) -> None:
         """End the block with `error`, which it is not given a chance to handle."""
-        self.stood = self._stands() or self.stood
+        self.stood = self._greenlet.stands() or self.stood
         self.kill()
         self.error = error
 
@@ -186,11 +191,6 @@ class BlockRun:
             self._turn(self._greenlet.throw, greenlet.GreenletExit)
         self.finished, self.waits = True, None
 
-    def _stands(self) -> list[tuple[str, int, str]]:
-        frame = self._greenlet.gr_frame
-        frames = StackSummary.extract(walk_stack(frame), lookup_lines=False) if frame is not None else []
-        return [(frame.filename, frame.lineno or 1, frame.name) for frame in reversed(frames)]
-
     def _enter(self, switch: Callable[[Any], object], value: Any) -> None:
         before = self._interleaver.modes
         self.waits = None
@@ -204,20 +204,27 @@ class BlockRun:
         """Hand the thread to the block; False if the watchdog had to take it back."""
         self._greenlet.parent = greenlet.getcurrent()
         interleaver, stdout = self._interleaver, sys.stdout
-        watchdog = interleaver.watchdog
+        watchdog, grad_mode = interleaver.watchdog, torch.is_grad_enabled()
         try:
+            if self._grad_mode is not None and self._grad_mode != grad_mode:
+                torch.set_grad_enabled(self._grad_mode)
             watchdog.begin(min(self._timeout, UNWINDING) if self._killed else self._timeout)
             interleaver.running = True
-            sys.stdout = self.console
+            if interleaver.setting.own_process:
+                sys.stdout = self.console
             switch(value)
         except Expired:  # raised when the block was about to end
             return False
         finally:
             watchdog.end()
-            sys.stdout = stdout
+            self._grad_mode = torch.is_grad_enabled()
+            if self._grad_mode != grad_mode:
+                torch.set_grad_enabled(grad_mode)
+            if interleaver.setting.own_process:
+                sys.stdout = stdout
             interleaver.running = False
         if watchdog.abandoned():
-            self.stood = self._stands()
+            self.stood = self._greenlet.stands()
             self._greenlet = BlockGreenlet(self._main, self)
             return False
         return True
@@ -231,16 +238,15 @@ class BlockRun:
         except greenlet.GreenletExit as error:
             self.error = None if self._killed else error
         except BaseException as error:
-            self.error = self._expired(error)
+            self.error = said(error, self._timeout)
         finally:
             self.finished = True
 
-    def _expired(self, error: BaseException) -> BaseException:
-        if isinstance(error, Expired):
-            return timeout_error(self._timeout).with_traceback(error.__traceback__)
-        return error
-
     # -- called by the block ---------------------------------------------------------------------------------------
+
+    @property
+    def differentiable(self) -> bool | None:
+        return self._interleaver.differentiable
 
     def read(self, location: Location) -> Any:
         if location.kind == "input":
@@ -291,7 +297,7 @@ class BlockRun:
 
     def reach(self, step: int) -> bool:
         """Wait for `step` to begin; False if the generation ends first."""
-        if self.ended or (step > self.step and not self._park(StepStart(step))):
+        if self.ended or (step > self.step and not self.park(StepStart(step))):
             return False
         self.next_step = step + 1
         return True
@@ -301,7 +307,7 @@ class BlockRun:
         visit = self.visit
         if visit is None or visit.event != event:
             self._check(event, location)
-            self._park(event)
+            self.park(event)
             visit = self.visit
             assert visit is not None
         return visit
@@ -324,7 +330,8 @@ class BlockRun:
             return True
         return bool(event.operation) and order.once(event.path) and inside.passed(event, self.place)
 
-    def _park(self, wanted: Location | StepStart) -> Any:
+    def park(self, wanted: Any) -> Any:
+        """Hand the thread back until what is wanted is there."""
         self.waits = wanted
         parent = self._greenlet.parent
         assert parent is not None

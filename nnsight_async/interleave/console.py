@@ -17,6 +17,13 @@ Warned = tuple[str, str, str, int]
 """A warning raised in a block: its category by name, its message, file and line."""
 
 
+REPLACED = (
+    "what is saved here is bound to no name, and replaces what this step has saved under the same text, {!r}: assign "
+    'it to a name in the block, give it one with save(value, "name"), or append it to a list that was saved once, '
+    "`values = save([])`"
+)
+
+
 class Console(io.TextIOBase):
     """Stands in for `sys.stdout` while a block runs."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from traceback import StackSummary, walk_stack
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import greenlet
@@ -24,6 +25,11 @@ class BlockContext(Protocol):
     """The running block's side of the interleaver."""
 
     console: Console
+
+    @property
+    def differentiable(self) -> bool | None:
+        """Whether values of this step are part of a graph that gradients can be taken of; None: they never are."""
+        ...
 
     def read(self, location: Location) -> Any:
         """Wait for `location` in this step and return this run's private copy of the value."""
@@ -60,6 +66,11 @@ class BlockContext(Protocol):
 
 class UserGreenlet(greenlet.greenlet):
     """A greenlet that runs code of the user's, which the watchdog may interrupt."""
+
+    def stands(self) -> list[tuple[str, int, str]]:
+        """Where it waits: file, line and function, from the outside in."""
+        frames = StackSummary.extract(walk_stack(self.gr_frame), lookup_lines=False) if self.gr_frame else []
+        return [(frame.filename, frame.lineno or 1, frame.name) for frame in reversed(frames)]
 
 
 class BlockGreenlet(UserGreenlet):

@@ -23,6 +23,7 @@ FOREIGN = frozenset({"torch", "numpy", OURS, "transformers", "vllm", *sys.stdlib
 MOST_VALUES = 300
 STORES = frozenset({"STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"})
 KEYWORDS = frozenset({"out", "inplace"})
+GRADIENTS = frozenset({"autograd", "backward", "grad", "jacrev", "requires_grad", "requires_grad_", "vjp"})
 PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, tuple, set, frozenset)
 OPAQUE = object()
@@ -38,32 +39,34 @@ class Foresight(NamedTuple):
 
     `source`: it has an attribute or a string `source`. `changes`: it may change a tensor in place (a subscript that is
     assigned, `+=` and the like, a method whose name ends in `_`, `out=`, a module that works in place), or uses too
-    much to tell.
+    much to tell. `gradients`: it names what takes them (`backward`, `grad`, `torch.autograd`).
     """
 
     source: bool = False
     changes: bool = False
+    gradients: bool = False
 
 
 def foresee(program: object) -> Foresight:
     """What the code of `program` says, and that of all that it can come to by names, attributes and containers."""
     seen: dict[int, object] = {}
     waiting = [program]
-    source = changes = False
-    while waiting and not (source and changes):
+    source = changes = gradients = False
+    while waiting and not (source and changes and gradients):
         value = waiting.pop()
         if isinstance(value, PLAIN) or id(value) in seen:
             continue
         if len(seen) == MOST_VALUES:
-            return Foresight(source, changes=True)
+            return Foresight(source, changes=True, gradients=gradients)
         seen[id(value)] = value
         if isinstance(value, FunctionType) and not _is_foreign(value):
             told = _told(value.__code__)
             source, changes = source or told.source, changes or told.changes
+            gradients = gradients or told.gradients
         elif value is OPAQUE or _is_writer(value):
             changes = True
         waiting += _within(value)
-    return Foresight(source, changes)
+    return Foresight(source, changes, gradients)
 
 
 @functools.lru_cache(maxsize=512)
@@ -72,6 +75,7 @@ def _told(code: CodeType) -> Foresight:
     return Foresight(
         NAME in code.co_names or NAME in code.co_consts or any(each.source for each in inner),
         _changes(code) or any(each.changes for each in inner),
+        _takes_gradients(code) or any(each.gradients for each in inner),
     )
 
 
@@ -87,6 +91,12 @@ def _changes(code: CodeType) -> bool:
         or (found.opname == "BINARY_OP" and found.argrepr.endswith("="))
         or (found.opname == "STORE_ATTR" and found.argval == "data")
         for found in dis.get_instructions(code)
+    )
+
+
+def _takes_gradients(code: CodeType) -> bool:
+    return not GRADIENTS.isdisjoint(code.co_names) or any(
+        constant in GRADIENTS for constant in code.co_consts if isinstance(constant, str)
     )
 
 

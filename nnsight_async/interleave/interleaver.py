@@ -11,11 +11,11 @@ import torch
 from nnsight_async.errors import LocationError, NotComputedError, ShapeError, SplitPromptError, UnsupportedError
 from nnsight_async.interleave.block import PATIENCE, BlockRun
 from nnsight_async.interleave.cache import Cache
-from nnsight_async.interleave.foresight import foresee
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Kind, Location, expression
 from nnsight_async.interleave.modes import Modes
 from nnsight_async.interleave.order import Order
 from nnsight_async.interleave.rows import Batch, Slab, Span, Written
+from nnsight_async.interleave.setting import Setting
 from nnsight_async.interleave.sites import Sites
 from nnsight_async.interleave.visit import Visit
 from nnsight_async.interleave.waiting import Waiting
@@ -47,8 +47,10 @@ class Interleaver:
         model: Any = None,
         aliases: Mapping[str, str] | None = None,
         limits: Limits | None = None,
+        setting: Setting | None = None,
     ) -> None:
         self.order = order
+        self.setting = setting or Setting()
         self.model = model
         self.waiting = Waiting()
         self.sites = self.waiting.sites = Sites(root, self)
@@ -59,6 +61,8 @@ class Interleaver:
         self._batch = Batch(0, False)
         self._spans: Mapping[BlockRun, Span] = {}
         self.limits = limits or Limits()
+        self.differentiable: bool | None = None
+        """Whether the values of this step are part of a graph; None where they never are."""
         self.running = False
         """Whether a block has its turn: modules that it applies itself are not reported to other blocks."""
         self.log = WriteLog()
@@ -99,12 +103,13 @@ class Interleaver:
         runs = self.waiting.leave(event)
         replaying = self.log.replaying(event)
         rounds = self._rounds(runs) if self._stacked else [runs]
-        slab = Slab(value, self._batch, event, [self._spans[run] for run in rounds[0]])
+        slab = self.setting.slab(value, self._batch, event, [self._spans[run] for run in rounds[0]])
         for run in replaying:
             self._replay(run, event, slab)
         value = self._let_visit(rounds[0], event, slab, replaying)
         for others in rounds[1:]:
-            slab = Slab(value, self._batch, event, [self._spans[run] for run in others], before=slab)
+            spans = [self._spans[run] for run in others]
+            slab = self.setting.slab(value, self._batch, event, spans, before=slab)
             value = self._let_visit(others, event, slab)
         collecting = self._collecting.get(event, ())
         for run, cache in collecting:
@@ -221,9 +226,7 @@ class Interleaver:
 
     def _begin(self, run: BlockRun, span: Span) -> None:
         if run.step < 0:
-            foresight = foresee(run.program)
-            run.looks_inside = run.looks_inside or foresight.source
-            run.saves.at_once = foresight.changes
+            run.look_ahead()
         if run.step < 0 and ((span.position and not run.rowwise) or span.position + span.rows < run.prompt_rows):
             run.fail(_split(run, span))
         run.position = span.position + span.replayed + span.rows
@@ -261,7 +264,7 @@ class Interleaver:
             self._check_indices(visit.event, written)
             visit.commit()
             run.wrote = run.wrote or bool(written)
-            if written and visit.event.in_model:
+            if written and visit.event.in_model and self.setting.preempts:
                 kept = [(path, rows.clone()) for path, rows in written]
                 nth = self.order.passage(visit.event, run.clock)
                 self.log.add(run, visit.event, visit.span, kept, nth=nth, in_place=visit.in_place)

@@ -20,6 +20,12 @@ _device: Callable[[], int] = torch.cuda.current_device
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0)
 
 
+MODES_CHANGED = (
+    "a block waited for a location, or ended, with a mode of torch switched (inference mode, autocast, a default "
+    "device or dtype, ...); close every `with torch....:` before the next location is read"
+)
+
+
 class Modes(NamedTuple):
     """The state that vLLM's forward pass depends on and that code of a block could change (torch 2.11, 2.13)."""
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
 
 from nnsight_async.errors import IsolationError, ShapeError
-
-SHORT = 8
-"""Spans of up to this many rows are copied together."""
+from nnsight_async.interleave.together import Write, copies, joined
 
 Path = tuple[Any, ...]
 """Where a tensor stands in the structure of a value."""
 
 Written = list[tuple[Path, torch.Tensor]]
 """Rows to write, each with its path."""
-
-_Write = tuple[int, torch.Tensor]
-"""Rows, and the row of the batch that the first is written to."""
 
 
 class Span(NamedTuple):
@@ -88,6 +83,9 @@ class Slab:
     tensor replaces it by a clone; every later write of this event goes to that clone.
     """
 
+    graph = False
+    """Whether what is handed out is part of a graph, and the forward pass has to go on from it, changed or not."""
+
     def __init__(
         self, value: Any, batch: Batch, place: object, spans: Sequence[Span], *, before: Slab | None = None
     ) -> None:
@@ -99,7 +97,7 @@ class Slab:
         self._spans = spans
         self._source: Any = None
         self._copies: dict[int, dict[int, torch.Tensor]] = {}
-        self._writes: dict[Path, list[_Write]] = {}
+        self._writes: dict[Path, list[Write]] = {}
         self._ours: set[int] = set()
 
     def take(self, span: Span) -> Private:
@@ -108,6 +106,13 @@ class Slab:
             self._source = self.value
         private = Private()
         private.value = self._copy(self._source, span, private, ())
+        return private
+
+    def again(self, value: Any, rows: Mapping[Path, torch.Tensor]) -> Private:
+        """Another copy of a private `value`, with `rows` in place of the tensors at their paths."""
+        private = Private()
+        with torch.inference_mode(False):
+            private.value = copied(value, rows, private)
         return private
 
     def original(self, span: Span) -> Any:
@@ -135,7 +140,7 @@ class Slab:
         for path, rows in written:
             if in_place:
                 original = part(self._passed, path)
-                original[start : start + rows.shape[0]].copy_(rows)
+                self._own(original, start, rows.shape[0]).copy_(rows)
                 if path not in self._writes and part(self.value, path) is original:
                     continue
             self._writes.setdefault(path, []).append((start, rows))
@@ -159,10 +164,10 @@ class Slab:
         return value
 
     def _copy_tensor(self, tensor: torch.Tensor, span: Span, private: Private, path: Path) -> torch.Tensor:
-        copies = self._copies.get(id(tensor))
-        if copies is None:
-            copies = self._copies[id(tensor)] = {} if self._whole(tensor) else _copies(tensor, self._spans)
-        copy = copies.pop(span.start, None)
+        found = self._copies.get(id(tensor))
+        if found is None:
+            found = self._copies[id(tensor)] = {} if self._whole(tensor) else copies(tensor, self._spans)
+        copy = found.pop(span.start, None)
         if copy is None:  # a tensor without rows, or one that stands twice in the value
             with torch.inference_mode(False):
                 copy = tensor.clone() if self._whole(tensor) else tensor[span.start : span.stop].clone()
@@ -211,7 +216,7 @@ class Slab:
             )
 
     def _checked_tensor(self, ours: torch.Tensor, given: Any, span: Span) -> torch.Tensor:
-        wanted = tuple(ours.shape) if self._whole(ours) else (span.rows, *ours.shape[1:])
+        wanted = self._shape(ours, span)
         if not isinstance(given, torch.Tensor):
             raise ShapeError(f"{self.place} takes a tensor of shape {wanted}, not {_outline(given)}")
         if tuple(given.shape) != wanted:
@@ -221,11 +226,15 @@ class Slab:
             )
         if not torch.can_cast(given.dtype, ours.dtype):
             raise ShapeError(f"{self.place} holds {ours.dtype}; {given.dtype} does not convert to it safely")
-        if given.layout != torch.strided or given.device.type == "meta":
+        if given.layout != torch.strided or (given.is_meta and not ours.is_meta):
             raise ShapeError(f"{self.place} takes a dense tensor with data, not a {given.layout} one on {given.device}")
-        return given.detach().to(device=ours.device, dtype=ours.dtype)
+        return (given if self.graph else given.detach()).to(device=ours.device, dtype=ours.dtype)
 
-    def _replace(self, value: Any, path: Path, writes: list[_Write]) -> Any:
+    def _shape(self, ours: torch.Tensor, span: Span) -> tuple[int, ...]:
+        """That of what can replace the rows of `span`."""
+        return tuple(ours.shape) if self._whole(ours) else (span.rows, *ours.shape[1:])
+
+    def _replace(self, value: Any, path: Path, writes: list[Write]) -> Any:
         if not path:
             return self._written(value, writes)
         index, rest = path[0], path[1:]
@@ -235,76 +244,40 @@ class Slab:
         items[index] = self._replace(items[index], rest, writes)
         return _rebuild(value, items)
 
-    def _written(self, tensor: torch.Tensor, writes: list[_Write]) -> torch.Tensor:
+    def _written(self, tensor: torch.Tensor, writes: list[Write]) -> torch.Tensor:
         if id(tensor) not in self._ours:
             tensor = tensor.clone()
             self._ours.add(id(tensor))
         if self._whole(tensor):
             tensor.copy_(writes[-1][1])
         else:
-            for start, rows in _joined(writes):
-                tensor[start : start + rows.shape[0]].copy_(rows)
+            for start, rows in joined(writes):
+                self._own(tensor, start, rows.shape[0]).copy_(rows)
         return tensor
 
-
-def _copies(tensor: torch.Tensor, spans: Sequence[Span]) -> dict[int, torch.Tensor]:
-    """Copies of the rows of all spans, by their first row: one copy of what few rows they have together, then a split.
-
-    `unsafe_split` makes tensors that share memory but, unlike views, each count their own changes (torch 2.13). Long
-    spans are copied alone, so that who keeps one row does not keep the memory of another's prompt.
-    """
-    short = sorted(span for span in spans if span.rows <= SHORT)
-    with torch.inference_mode(False):
-        copies = {span.start: tensor[span.start : span.stop].clone() for span in spans if span.rows > SHORT}
-        if short:
-            joined = torch.cat([tensor[start:stop] for start, stop in _ranges(short)])
-            pieces = torch.unsafe_split_with_sizes(joined, [span.rows for span in short])
-            copies.update(zip((span.start for span in short), pieces, strict=True))
-    return copies
+    def _own(self, tensor: torch.Tensor, start: int, rows: int) -> torch.Tensor:
+        """The rows of `tensor` from `start` on, to be written into."""
+        return tensor[start : start + rows]
 
 
-def _ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """The rows of ordered spans, with neighbours joined."""
-    ranges: list[tuple[int, int]] = []
-    for span in spans:
-        if ranges and ranges[-1][1] == span.start:
-            ranges[-1] = (ranges[-1][0], span.stop)
-        else:
-            ranges.append((span.start, span.stop))
-    return ranges
-
-
-def _joined(writes: list[_Write]) -> Iterator[_Write]:
-    """Writes with those to neighbouring rows made one: a copy costs more than the rows that it moves."""
-    group: list[torch.Tensor] = []
-    start = stop = 0
-    for at, rows in writes:
-        if group and (at != stop or rows.dtype != group[0].dtype or rows.device != group[0].device):
-            yield start, _cat(group)
-            group = []
-        if not group:
-            start = stop = at
-        group.append(rows)
-        stop += rows.shape[0]
-    yield start, _cat(group)
-
-
-def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
-
-
-def copied(value: Any, rows: Mapping[Path, torch.Tensor], private: Private, path: Path = ()) -> Any:
+def copied(
+    value: Any,
+    rows: Mapping[Path, torch.Tensor],
+    private: Private,
+    path: Path = (),
+    copy: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+) -> Any:
     """A copy of a private value, with `rows` in place of the tensors at their paths."""
     if isinstance(value, torch.Tensor):
-        copy = rows.get(path, value).clone()
-        private.add(path, copy)
-        return copy
+        tensor = copy(rows.get(path, value))
+        private.add(path, tensor)
+        return tensor
     if isinstance(value, (tuple, list)):
         items = enumerate(cast("list[Any]", value))
-        return _rebuild(value, [copied(item, rows, private, (*path, index)) for index, item in items])
+        return _rebuild(value, [copied(item, rows, private, (*path, index), copy) for index, item in items])
     if isinstance(value, Mapping):
         pairs = cast("Mapping[Any, Any]", value).items()
-        return {key: copied(item, rows, private, (*path, key)) for key, item in pairs}
+        return {key: copied(item, rows, private, (*path, key), copy) for key, item in pairs}
     return value
 
 

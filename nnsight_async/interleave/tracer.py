@@ -36,6 +36,7 @@ class Tracer:
     """The tracer inside a block."""
 
     saves_by_name = True
+    _not_here = NOT_HERE
 
     def __init__(self, run: BlockRun) -> None:
         self._run = run
@@ -80,7 +81,7 @@ class Tracer:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in ELSEWHERE:
-            raise UnsupportedError(NOT_HERE.format(f"tracer.{name}"))
+            raise UnsupportedError(self._not_here.format(f"tracer.{name}"))
         if name in ("saves", "result", "stream", "cancel"):
             raise OutsideBlockError(f"tracer.{name} is that of the whole run: use it after the block")
         near = get_close_matches(name, _NAMES, 1, 0.7)

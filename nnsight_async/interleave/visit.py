@@ -64,6 +64,8 @@ class Visit:
     _rows: dict[Path, torch.Tensor] = field(default_factory=dict["Path", torch.Tensor])
     _shared: bool = False
     _handed: list[_Handed] = field(default_factory=list[_Handed])
+    _latest: _Handed | None = None
+    """The last reading, unless something else has been put here since."""
 
     def get(self) -> Any:
         """A private copy of the rows."""
@@ -88,7 +90,7 @@ class Visit:
                 self._handed[0].base = self.slab.original(self.span)
         else:
             base = None
-        handed = _Handed(private, view, shared=shared, base=base)
+        handed = self._latest = _Handed(private, view, shared=shared, base=base)
         self._handed.append(handed)
         return handed
 
@@ -97,17 +99,26 @@ class Visit:
         self._flush()
         last = self._handed[-1].private if self._handed else None
         self._keep(self.slab.checked(self.span, value, last))
+        self._latest = None
 
     def show(self, view: View, part: Any) -> None:
         """Replace a part of the value."""
         private = self._take()
         self._shared = self._shared or view.shared(private.value)
         self._keep(self.slab.checked(self.span, view.put(private.value, part), private))
+        self._latest = None
 
     def changes(self) -> Written:
         """What the block put here, or changed in place."""
         self._flush()
+        if self.slab.graph and self._latest is not None:
+            self._pass_on(self._latest)
         return list(self._rows.items())
+
+    def _pass_on(self, latest: _Handed) -> None:
+        """Have the forward pass go on from what was handed out, so that gradients reach it."""
+        self._shared = self._shared or latest.shared
+        self._rows.update((path, rows) for path, rows in latest.private.tensors.items() if rows.requires_grad)
 
     def commit(self) -> None:
         """Have the changes written to the batch."""
@@ -133,15 +144,15 @@ class Visit:
 
     def _now(self) -> Private:
         """A copy of the rows with the changes made so far."""
-        first = self._first if self._first is not None else self.slab.take(self.span)
-        self._first, private = first, Private()
-        with torch.inference_mode(False):
-            private.value = copied(first.value, self._rows, private)
-        return private
+        if self._first is None:
+            self._first = self.slab.take(self.span)
+        return self.slab.again(self._first.value, self._rows)
 
     def _flush(self) -> None:
         for handed in self._handed:
             if handed.changed():
+                if handed is not self._latest:
+                    self._latest = None
                 self._shared = self._shared or handed.shared
                 if handed.part is not None and handed.base is not None and self._rows:
                     now = self._now()

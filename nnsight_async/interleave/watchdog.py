@@ -113,3 +113,8 @@ def timeout_error(seconds: float) -> BlockTimeoutError:
         f"the block ran for more than {seconds:g} s without coming to its next location; build the model with a larger "
         "block_timeout if it needs that long"
     )
+
+
+def said(error: BaseException, seconds: float) -> BaseException:
+    """What a block raised, as its caller is told of it."""
+    return timeout_error(seconds).with_traceback(error.__traceback__) if isinstance(error, Expired) else error

@@ -21,6 +21,11 @@ LINKS = 8
 
 FRAMES = 30
 
+GRADIENTS = (
+    "vLLM computes without gradients; TransformersModel takes them, where the text of a block shows that it does so "
+    "(backward, grad) or the trace is given gradients=True"
+)
+
 _GRADIENTS = ("does not require grad", "requires_grad=False", "cannot be saved for backward")
 """How PyTorch says that something was computed without gradients."""
 
@@ -108,9 +113,9 @@ def _places(error: BaseException) -> list[Place]:
 
 
 def _hints(error: BaseException) -> list[str]:
-    """What PyTorch cannot know: what `value.sav()` may have meant, and that vLLM computes without gradients."""
+    """What PyTorch cannot know: what `value.sav()` may have meant, and who computes with gradients."""
     if isinstance(error, RuntimeError) and any(words in str(error) for words in _GRADIENTS):
-        return ["vLLM computes without gradients; TransformersModel takes them"]
+        return [GRADIENTS]
     name: object = error.name if type(error) is AttributeError else None
     if name == "save":
         return ["`.save()` is understood in the text of a block; where code has no text, write save(value)"]
@@ -137,7 +142,7 @@ def _folder(module: str) -> str:
 
 
 _PACKAGE = _folder("nnsight_async")
-_LIBRARIES = (_PACKAGE, _folder("torch"), _folder("vllm"))
+_LIBRARIES = (_PACKAGE, _folder("torch"), _folder("transformers"), _folder("vllm"))
 
 
 def _text(error: BaseException) -> str:

@@ -100,11 +100,14 @@ class InvokeTrace:
         self._launcher = launcher
         self._asking = asking
         self._asynchronous = asynchronous
-        self._tracer = InvokeTracer(launcher, asynchronous, asking)
+        self._tracer = self._made(launcher, asynchronous, asking)
+
+    def _made(self, launcher: Launcher, asynchronous: bool, asking: Asking) -> InvokeTracer:
+        return InvokeTracer(launcher, asynchronous, asking)
 
     def __enter__(self) -> InvokeTracer:
         check_blocking_allowed(self._asynchronous)
-        self._tracer = InvokeTracer(self._launcher, False, self._asking)
+        self._tracer = self._made(self._launcher, False, self._asking)
         return self._tracer
 
     def __exit__(
@@ -121,7 +124,7 @@ class InvokeTrace:
 
     async def __aenter__(self) -> InvokeTracer:
         check_awaiting_allowed(self._asynchronous)
-        self._tracer = InvokeTracer(self._launcher, True, self._asking)
+        self._tracer = self._made(self._launcher, True, self._asking)
         return self._tracer
 
     async def __aexit__(

@@ -21,17 +21,25 @@ NEVER = ((), ())
 
 
 def describe(
-    model: torch.nn.Module, *, repo: str = "", vllm_version: str = "", calls: Mapping[str, Calls] | None = None
+    model: torch.nn.Module,
+    *,
+    repo: str = "",
+    vllm_version: str = "",
+    calls: Mapping[str, Calls] | None = None,
+    whole: bool = True,
 ) -> Manifest:
     """The manifest of `model`, which may be on any device, `meta` included; only names and shapes are looked at.
 
     `calls` is what `record` returned for a forward pass of the same model. Without it the manifest is not `recorded`,
-    and modules are taken to be readable unless their class says otherwise.
+    and modules are taken to be readable unless their class says otherwise; so are those that were not called, if the
+    pass was not a `whole` one.
     """
     paths = {id(module): paths for module, paths in paths_by_module(model)}
     known = dict(walk(model))
     listing = Listing()
-    modules = {path: _module(path, module, paths[id(module)], known, calls, listing) for path, module in known.items()}
+    modules = {
+        path: _module(path, module, paths[id(module)], known, calls, listing, whole) for path, module in known.items()
+    }
     recorded = calls is not None
     return Manifest(repo=repo, vllm_version=vllm_version, modules=modules, recorded=recorded, sources=listing.sources)
 
@@ -43,9 +51,10 @@ def _module(
     known: Mapping[str, torch.nn.Module],
     calls: Mapping[str, Calls] | None,
     listing: Listing,
+    whole: bool,
 ) -> ModuleInfo:
     entries, exits = NEVER if calls is None else calls.get(path, NEVER)
-    called = None if calls is None else bool(entries)
+    called = None if calls is None or not (whole or entries) else bool(entries)
     reason = unreadable_because(path, module, paths, called=called)
     cls = type(module)
     source, sourceless = listing.forward(module)

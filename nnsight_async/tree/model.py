@@ -27,6 +27,7 @@ class ModelView:
     """The root of a module tree. Modules are attributes, as on the model itself: `model.model.layers[3].mlp`."""
 
     __block_advice__ = ANOTHER_MODEL
+    _not_here = NOT_HERE
 
     def __init__(self, root: Envoy) -> None:
         self.__dict__["_root"] = root
@@ -69,7 +70,7 @@ class ModelView:
             if type(error) is not LocationError:  # a module that is there
                 raise
             if name in ELSEWHERE:
-                raise UnsupportedError(NOT_HERE.format(f"model.{name}")) from None
+                raise UnsupportedError(self._not_here.format(f"model.{name}")) from None
             raise LocationError(missing(self.tree.__block_owner__, "", name, self._own())) from None
         if isinstance(found, Envoy):
             self.__dict__[name] = found

@@ -12,6 +12,7 @@ from nnsight_async.interleave.interleaver import Interleaver
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
 from nnsight_async.interleave.rows import Batch, Span
 from nnsight_async.runs.shipment import Shipment
+from nnsight_async.tree.references import resolved
 from nnsight_async.worker.constants import Constants
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
     from nnsight_async.errors import AdapterError
-    from nnsight_async.tree.envoy import Envoy
-    from nnsight_async.tree.source import Source
     from nnsight_async.worker.adapters import Adapters
     from nnsight_async.worker.composition import Composition
     from nnsight_async.worker.outbox import Outbox
@@ -187,8 +186,9 @@ class Blocks:
             self._outbox.report(run)
 
     def _prepare(self, run: BlockRun, block: bytes) -> None:
+        model = self.interleaver.model
         run.prepare(
-            lambda: load(block, lambda reference: self._resolve(run, reference), self._device, self.constants.own)
+            lambda: load(block, lambda reference: resolved(reference, model, run), self._device, self.constants.own)
         )
 
     def _part(self, finished: Iterable[str]) -> None:
@@ -201,40 +201,6 @@ class Blocks:
                         self.interleaver.end(run)
                 self._outbox.flush()
                 self._recycling.part(request, runs)
-
-    def _resolve(self, run: BlockRun, reference: tuple[str, ...]) -> object:
-        match reference:
-            case ("model",):
-                return self.interleaver.model
-            case ("tracer",):
-                return run.tracer
-            case ("module", path):
-                return envoy_at(self.interleaver.model.tree, path)
-            case ("heads", path):
-                return envoy_at(self.interleaver.model.tree, path).heads
-            case ("source", path, operation):
-                run.looks_inside = True
-                return _source_at(envoy_at(self.interleaver.model.tree, path), operation)
-            case ("operation", path, operation):
-                run.looks_inside = True
-                outer, _, name = operation.rpartition("/")
-                return _source_at(envoy_at(self.interleaver.model.tree, path), outer)[name]
-            case _:
-                raise ValueError(f"unknown reference {reference!r}")
-
-
-def envoy_at(root: Envoy, path: str) -> Envoy:
-    envoy = root
-    for part in path.split(".") if path else ():
-        envoy = envoy[part]
-    return envoy
-
-
-def _source_at(envoy: Envoy, operation: str) -> Source:
-    source = envoy.source
-    for name in operation.split("/") if operation else ():
-        source = source[name].source
-    return source
 
 
 def make_drawable(logits: torch.Tensor, rows: Iterable[int]) -> None:

@@ -11,6 +11,7 @@ from nnsight_async.errors import SaveError
 from nnsight_async.runs import failures, frames
 from nnsight_async.runs.frames import MARK, Frame, Message
 from nnsight_async.runs.packing import Tensors, pack
+from nnsight_async.runs.reporting import report
 from nnsight_async.worker.sender import Sender
 from nnsight_async.worker.staging import Staging
 
@@ -39,22 +40,7 @@ class Outbox:
 
     def report(self, run: BlockRun) -> None:
         """Take what `run` has to say at the end of a step."""
-        entries: list[tuple[str, str, Any]] = []
-        spent = run.saves.spent
-        if run.error is None:
-            try:
-                entries = [self._packed(entry) for entry in run.saves.collect()]
-            except Exception as error:
-                run.fail(error)
-        note = f"in step {max(run.step, 0)} of the run"
-        failure = failures.pack(run.error, note, run.stood) if run.error else None
-        if failure is not None:
-            entries = []
-        printed, warned = run.console.take()
-        frame = Frame(run.key, run.step, entries, run.over, run.stopped, run.ended, failure, printed, warned)
-        frame.size, frame.part, frame.number = run.saves.spent - spent, run.part, run.reports
-        run.reports += 1
-        self._frames.append(frame)
+        self._frames.append(report(run, self._packed))
 
     def say(self, key: int, part: int, error: Exception | None) -> None:
         """Tell the run that a part of it that is no block has done what it had to, or that it failed."""

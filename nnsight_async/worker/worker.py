@@ -11,12 +11,12 @@ from vllm.lora.request import LoRARequest
 
 from nnsight_async.interleave.console import keep_warnings
 from nnsight_async.interleave.interleaver import Interleaver, Limits
-from nnsight_async.interleave.order import Order
 from nnsight_async.runs import failures
 from nnsight_async.runs.frames import inbox_address
 from nnsight_async.tree.describe import describe
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
+from nnsight_async.tree.passes import aliases_of, order_of
 from nnsight_async.tree.record import record
 from nnsight_async.worker.adapters import Adapters
 from nnsight_async.worker.blocks import Blocks, Edit
@@ -163,7 +163,9 @@ class BlockWorker:
         self.nnsight_outbox = Outbox(inbox_address(os.environ[HOME]), runner.device)
         view = ModelView(Envoy(manifest))
         limits = Limits(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
-        interleaver = Interleaver(model, _order(manifest), self.nnsight_outbox.report, view, _aliases(manifest), limits)
+        interleaver = Interleaver(
+            model, order_of(manifest), self.nnsight_outbox.report, view, aliases_of(manifest), limits
+        )
         cache = self.vllm_config.cache_config  # type: ignore[attr-defined]
         recycling = Recycling(model, cache.num_gpu_blocks, cache.block_size)
         keep_warnings()
@@ -171,14 +173,3 @@ class BlockWorker:
         self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, runner.device, recycling, self.nnsight_adapters)
         entry(runner, self.nnsight_blocks)
         self.nnsight_runner = entry.__name__
-
-
-def _order(manifest: Manifest) -> Order:
-    modules = manifest.modules
-    return Order(
-        {path: info.entries for path, info in modules.items()}, {path: info.exits for path, info in modules.items()}
-    )
-
-
-def _aliases(manifest: Manifest) -> dict[str, str]:
-    return {path: info.alias_of for path, info in manifest.modules.items() if info.alias_of is not None}

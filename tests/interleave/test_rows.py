@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nnsight_async.interleave.rows import SHORT, Batch, Private, Slab, Span
+from nnsight_async.interleave.rows import Batch, Private, Slab, Span
+from nnsight_async.interleave.together import SHORT
 
 WIDTH = 4
 

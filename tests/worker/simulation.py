@@ -22,11 +22,11 @@ from nnsight_async.runs.shipment import Shipment
 from nnsight_async.tree.describe import describe
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
+from nnsight_async.tree.passes import aliases_of, order_of
 from nnsight_async.tree.record import record
 from nnsight_async.worker.blocks import Blocks, Edit
 from nnsight_async.worker.composition import Composition
 from nnsight_async.worker.outbox import Outbox
-from nnsight_async.worker.worker import _aliases, _order
 from tests.worker.causal import VOCABULARY, Causal, Part
 
 
@@ -96,7 +96,12 @@ class Simulation:
         self._order = describe(self.model, calls=calls)
         view = ModelView(Envoy(self._order))
         self.interleaver = Interleaver(
-            self.model, _order(self._order), self.letters.report, view, _aliases(self._order), Limits(VOCABULARY, 256)
+            self.model,
+            order_of(self._order),
+            self.letters.report,
+            view,
+            aliases_of(self._order),
+            Limits(VOCABULARY, 256),
         )
         self.blocks = Blocks(self.interleaver, self.letters, torch.device("cpu"), NoCache(), NoAdapters())  # type: ignore[arg-type]
 

@@ -1,0 +1,36 @@
+"""What a run has to say at the end of a step, where its block runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from nnsight_async.runs import failures
+from nnsight_async.runs.frames import Frame
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from nnsight_async.interleave.block import BlockRun
+    from nnsight_async.interleave.saving import Entry
+
+    Pack = Callable[[Entry], tuple[str, str, Any]]
+
+
+def report(run: BlockRun, pack: Pack) -> Frame:
+    """The next frame of `run`, with its entries as `pack` makes them. What cannot be packed ends the run."""
+    entries: list[tuple[str, str, Any]] = []
+    spent = run.saves.spent
+    if run.error is None:
+        try:
+            entries = [pack(entry) for entry in run.saves.collect()]
+        except Exception as error:
+            run.fail(error)
+    note = f"in step {max(run.step, 0)} of the run"
+    failure = failures.pack(run.error, note, run.stood) if run.error else None
+    if failure is not None:
+        entries = []
+    printed, warned = run.console.take()
+    frame = Frame(run.key, run.step, entries, run.over, run.stopped, run.ended, failure, printed, warned)
+    frame.size, frame.part, frame.number = run.saves.spent - spent, run.part, run.reports
+    run.reports += 1
+    return frame
