@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_async import VLLM
+from nnsight_async import VLLM, TransformersModel
 from nnsight_async.testing import hf_model, tiny_checkpoint
 from nnsight_async.testing.engine import tiny_engine_args
 
-BACKENDS = ("vllm",)
+BACKENDS = ("vllm", "transformers")
 """What the language is defined on: for each, there is a session fixture `NAME_model`. Tests of what only some of them
 have are marked `backends("vllm", ...)`."""
 
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def _is_for_its_backend(item: pytest.Item) -> bool:
     marker, call = item.get_closest_marker("backends"), getattr(item, "callspec", None)
-    backend = None if call is None else call.params.get("model")
+    backend = None if call is None else call.params.get("model") or call.params.get("pair", (None,))[0]
     return marker is None or backend is None or backend in marker.args
 
 
@@ -55,11 +55,16 @@ def hf() -> Any:
 
 @dataclass
 class Pair:
-    """One architecture on an engine and in transformers, and what its parts are called in either."""
+    """One architecture on a backend and in transformers, and what its parts are called in either."""
 
     name: str
-    model: VLLM
+    model: Any
     hf: Any
+
+    @property
+    def sums(self) -> bool:
+        """Whether a layer returns the stream in two parts."""
+        return isinstance(self.model, VLLM) and self.name != "gpt2"
 
     @property
     def layers(self) -> Any:
@@ -75,12 +80,14 @@ class Pair:
         return output if isinstance(output, torch.Tensor) else output[0] + output[1]
 
 
-@pytest.fixture(scope="session", params=ARCHITECTURES)
+@pytest.fixture(
+    scope="session", params=[(backend, name) for backend in BACKENDS for name in ARCHITECTURES], ids="-".join
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    name = request.param
+    backend, name = request.param
     if name == "llama":
-        yield Pair(name, request.getfixturevalue("vllm_model"), hf_model(name))
+        yield Pair(name, request.getfixturevalue(f"{backend}_model"), hf_model(name))
         return
-    engine = build(name)
-    yield Pair(name, engine, hf_model(name))
-    engine.close()
+    model = build(name) if backend == "vllm" else TransformersModel(tiny_checkpoint(name), mode="async")
+    yield Pair(name, model, hf_model(name))
+    model.close()

@@ -13,7 +13,7 @@ from torch import nn
 from nnsight_async import VLLM, ShippingError, save
 from nnsight_async.testing.engine import tiny_engine_args
 
-pytestmark = pytest.mark.backends("vllm")
+pytestmark = pytest.mark.backends("vllm", "transformers")
 
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 WIDTH, FEATURES = 128, 4096
@@ -52,6 +52,7 @@ async def held(model: VLLM) -> tuple[int, int]:
     return stats["constants"], stats["constant_bytes"]
 
 
+@pytest.mark.backends("vllm")
 async def test_a_module_is_sent_once(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[bytes] = []
     rpc = model.vllm_entrypoint.collective_rpc

@@ -13,7 +13,7 @@ from nnsight_async import OutsideBlockError, SaveError, SurfaceError, save
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
 
-pytestmark = pytest.mark.backends("vllm")
+pytestmark = pytest.mark.backends("vllm", "transformers")
 
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 STEPS = 5
@@ -44,7 +44,7 @@ def steered(hf: Any) -> Any:
 
 def steers(model: Any, tracer: Any) -> None:
     for _ in tracer.iter[:]:
-        model.model.layers[1].output[0][:] += VECTOR
+        model.model.layers[1].resid_post[:] += VECTOR
 
 
 def ids(output: Any) -> list[int]:
@@ -62,7 +62,7 @@ async def drawn(model: Any, **more: Any) -> list[int]:
 def test_the_body_of_a_with_runs_on_every_request(model, steered, plain):
     with model.edit() as (tracer, edit):
         for _ in tracer.iter[:]:
-            model.model.layers[1].output[0][:] += VECTOR
+            model.model.layers[1].resid_post[:] += VECTOR
             row = model.model.layers[2].resid_post[-1].save()
     with model.trace(PROMPT, **GREEDY) as traced:
         for _ in traced.iter[:]:
@@ -81,7 +81,7 @@ def test_the_body_of_a_with_runs_on_every_request(model, steered, plain):
 async def test_the_same_on_an_event_loop(model, steered, plain):
     async with model.edit("steering") as (tracer, edit):
         for _ in tracer.iter[:]:
-            model.model.layers[1].output[0][:] += VECTOR
+            model.model.layers[1].resid_post[:] += VECTOR
             row = model.model.layers[2].resid_post[-1].save()
     assert edit.name == "steering"
     (output,) = await model.generate(PROMPT, **GREEDY)
@@ -120,7 +120,7 @@ async def test_a_request_that_was_sent_before_goes_on_without(model, plain):
 def adds(value: float) -> Any:
     def probe(model: Any, tracer: Any) -> None:
         for _ in tracer.iter[:]:
-            model.model.layers[1].output[0][:] += value
+            model.model.layers[1].resid_post[:] += value
 
     return probe
 
@@ -218,7 +218,7 @@ async def test_edits_run_in_the_order_in_which_they_were_installed_and_before_th
 async def test_values_of_all_come_with_the_tokens_and_with_the_result(model, steered):
     def steers_and_saves(model: Any, tracer: Any) -> None:
         for step in tracer.iter[:]:
-            model.model.layers[1].output[0][:] += VECTOR
+            model.model.layers[1].resid_post[:] += VECTOR
             tracer.save(model.model.layers[1].resid_post[-1], "edited")
             tracer.save(step, "edit_step")
 
@@ -298,7 +298,7 @@ async def test_a_block_stops_a_request_that_has_edits(model, steered):
     def collects(model: Any, tracer: Any) -> None:
         steps = tracer.save([], "steps")
         for step in tracer.iter[:]:
-            model.model.layers[1].output[0][:] += VECTOR
+            model.model.layers[1].resid_post[:] += VECTOR
             steps.append(step)
         tracer.save(len(steps), "count")
 
@@ -407,7 +407,7 @@ async def test_clearing_is_complete_for_requests_that_go_on(model):
 def adding(vector: torch.Tensor) -> Any:
     def probe(model: Any, tracer: Any) -> None:
         for _ in tracer.iter[:]:
-            model.model.layers[1].output[0][:] += vector
+            model.model.layers[1].resid_post[:] += vector
 
     return probe
 
@@ -486,6 +486,7 @@ async def test_of_edits_of_one_name_one_is_installed_and_the_others_leave_nothin
     assert (await model.stats())["edits"] == 0
 
 
+@pytest.mark.backends("vllm")
 async def test_who_is_cancelled_while_an_edit_is_installed_leaves_none(model, plain, monkeypatch):
     Gate(model, "nnsight_install", monkeypatch)
     installing = asyncio.ensure_future(model.edit(steers))
@@ -498,6 +499,7 @@ async def test_who_is_cancelled_while_an_edit_is_installed_leaves_none(model, pl
     assert await drawn(model) == plain.ids
 
 
+@pytest.mark.backends("vllm")
 async def test_clearing_twice_is_complete_twice(model, monkeypatch):
     gate = Gate(model, "nnsight_clear", monkeypatch)
     edit = await model.edit(steers)
@@ -509,6 +511,7 @@ async def test_clearing_twice_is_complete_twice(model, monkeypatch):
     await edit.clear()
 
 
+@pytest.mark.backends("vllm")
 async def test_who_is_cancelled_while_an_edit_is_cleared_has_cleared_it(model, monkeypatch):
     large = torch.ones(1 << 20)
 

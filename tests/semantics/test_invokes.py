@@ -28,7 +28,7 @@ def test_every_invoke_is_a_request_of_its_own(model, hf):
             with tracer.invoke(prompt):
                 logits = save([])
                 for _ in tracer.iter[:]:
-                    model.model.layers[1].output[0][:] += vector
+                    model.model.layers[1].resid_post[:] += vector
                     logits.append(model.logits)
     assert len(tracer.result) == len(logits) == 3
     for at, prompt in enumerate(PROMPTS):
@@ -88,6 +88,7 @@ def test_settings_of_the_invoke_win(model, hf):
     assert list(map(ids, tracer.result)) == expected
 
 
+@pytest.mark.backends("vllm")
 def test_none_as_adapter_of_an_invoke_means_the_base_model(model):
     adapter = object()
     with pytest.raises(ZeroDivisionError), model.trace(lora_request=adapter, priority=2) as tracer:  # noqa: PT012

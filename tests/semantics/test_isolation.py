@@ -14,7 +14,7 @@ from nnsight_async import IsolationError, save
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
 
-pytestmark = pytest.mark.backends("vllm")
+pytestmark = pytest.mark.backends("vllm", "transformers")
 
 TRACED, PLAIN, STEPS = 50, 20, 6
 GREEDY = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
@@ -55,9 +55,8 @@ def prompt(draw: random.Random) -> list[int]:
 async def steered(model: Any, task: Steering) -> Seen:
     async with model.trace(task.prompt, **GREEDY) as tracer:
         for _ in tracer.iter[:]:
-            model.model.layers[task.edit].output[0][:] += task.vector
-            output = model.model.layers[task.read].output
-            hidden = (output[0] + output[1]).save()
+            model.model.layers[task.edit].resid_post[:] += task.vector
+            hidden = model.model.layers[task.read].resid_post.save()
             logits = model.logits.save()
     tokens = [token async for token in tracer.stream()]
     result = await tracer.result
@@ -150,6 +149,7 @@ async def test_what_is_changed_after_it_was_saved_stays_as_it_was(model, hf):
     torch.testing.assert_close((await total)[0], oracle[-1] / 4, **CLOSE)
 
 
+@pytest.mark.backends("vllm")
 async def test_a_module_that_runs_between_the_forward_pass_and_the_sampling(model, hf):
     async def own(ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         async with model.trace(ids, **GREEDY) as tracer:
@@ -206,6 +206,7 @@ async def test_an_edit_to_nan_draws_a_token_all_the_same(model, hf, way):
     await drained(model)
 
 
+@pytest.mark.backends("vllm")
 async def test_a_weight_is_read_and_not_changed(model, hf):
     async with model.trace([5, 17, 101], max_tokens=1, temperature=0.0) as tracer:
         weight = model.lm_head.weight[:, :4].save()

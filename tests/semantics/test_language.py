@@ -15,6 +15,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 
 
+@pytest.mark.backends("vllm")
 def test_a_module_applied_to_values_of_the_block(model, hf):
     """The logit lens: final norm and unembedding of the stream in the middle."""
     with model.trace(PROMPT, max_tokens=1):
@@ -26,11 +27,13 @@ def test_a_module_applied_to_values_of_the_block(model, hf):
     torch.testing.assert_close(lens, expected, **CLOSE)
 
 
+@pytest.mark.backends("vllm")
 def test_attention_cannot_be_applied_by_hand(model):
     with pytest.raises(NotImplementedError, match="key-value cache"), model.trace(PROMPT, max_tokens=1):
         model.model.layers[1](model.model.layers[0].output[0])
 
 
+@pytest.mark.backends("vllm")
 def test_a_cache_of_chosen_modules_in_every_step(model, hf):
     with model.trace(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True) as tracer:
         cache = tracer.cache([model.model.layers[0], model.model.layers[1].mlp], include_inputs=True).save()
@@ -41,6 +44,7 @@ def test_a_cache_of_chosen_modules_in_every_step(model, hf):
     torch.testing.assert_close(stream, generation(hf, PROMPT, 3).streams[0], **CLOSE)
 
 
+@pytest.mark.backends("vllm")
 def test_a_cache_of_everything(model):
     with model.trace(PROMPT, max_tokens=1) as tracer:
         cache = tracer.cache().save()
@@ -58,7 +62,7 @@ def test_renamed_modules_answer_to_both_names(model):
 def test_prints_come_home(model, capsys):
     with model.trace(PROMPT, max_tokens=2, ignore_eos=True) as tracer:
         for _ in tracer.iter[:]:
-            print("rows", model.model.layers[0].output[0].shape[0])
+            print("rows", model.model.layers[0].resid_post.shape[0])
     assert capsys.readouterr().out == "rows 7\nrows 1\n"
 
 
@@ -73,6 +77,7 @@ def test_warnings_come_home(model):
     assert caught[0].filename == __file__
 
 
+@pytest.mark.backends("vllm")
 def test_an_endless_block_ends_and_others_go_on(model, hf):
     def endless(model, tracer):
         while True:
@@ -168,7 +173,7 @@ def test_steps_that_are_chosen(model, steps, expected):
     with model.trace(PROMPT, max_tokens=6, temperature=0.0, ignore_eos=True) as tracer:
         seen = save([])
         for step in tracer.iter[steps]:
-            seen.append((step, len(model.model.layers[0].output[0])))
+            seen.append((step, len(model.model.layers[0].resid_post)))
     assert seen == [(step, 1 if step else len(PROMPT)) for step in expected]
 
 

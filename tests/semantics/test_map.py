@@ -13,7 +13,7 @@ from nnsight_async import SurfaceError
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
 
-pytestmark = pytest.mark.backends("vllm")
+pytestmark = pytest.mark.backends("vllm", "transformers")
 
 STEPS = 3
 GREEDY: dict[str, Any] = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}

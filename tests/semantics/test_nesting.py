@@ -70,7 +70,7 @@ async def test_modules_of_another_model(model, other):
     layers = [other.model.layers[1]]
     with pytest.raises(ShippingError, match=r"'layers', a list \(layers\[0\] is an Envoy\).*another model"):
         async with model.trace(PROMPT, **GREEDY):
-            hidden = layers[0].output[0].save()
+            hidden = layers[0].resid_post.save()
     attention = other.model.layers[1].self_attn
     for part in (attention.source, attention.source.attn_0, attention.heads, attention.heads[1]):
         with pytest.raises(ShippingError, match=r"'part'.*another model"):
@@ -78,6 +78,7 @@ async def test_modules_of_another_model(model, other):
                 part.output
 
 
+@pytest.mark.backends("vllm")
 def test_modules_of_this_model_that_were_taken_above_the_block(model, hf):
     layers, attention = list(model.model.layers), model.model.layers[1].self_attn
     heads, second, call = attention.heads, attention.heads[1], attention.source.attn_0

@@ -38,7 +38,7 @@ def ids(output: Any) -> list[int]:
 def traced(model: Any, prompt: Any) -> tuple[list[int], int]:
     """What is generated, and how many tokens the block saw of the prompt."""
     with model.trace(prompt, **GREEDY) as tracer:
-        rows = model.model.layers[0].output[0].shape[0].save()
+        rows = model.model.layers[0].resid_post.shape[0].save()
     return ids(tracer.result), rows
 
 
@@ -124,6 +124,7 @@ def test_a_list_of_prompts(model, prompt):
         model.trace(prompt)
 
 
+@pytest.mark.backends("vllm")
 def test_what_is_no_prompt(model):
     for wrong in (None, 5, b"bytes", object(), [5, 6.5], [True], torch.tensor([0.5])):
         with pytest.raises(TypeError, match=r"a prompt is|token ids are"):
@@ -158,6 +159,7 @@ def print_nothing(model: Any, tracer: Any) -> None:
     pass
 
 
+@pytest.mark.backends("vllm")
 def test_values_of_a_wrong_type_do_not_reach_the_engine(model):
     wrong = {"seed": "seven", "ignore_eos": "no", "logit_bias": {"3": 1}, "priority": "high"}
     for name, value in [*wrong.items(), ("priority", 1.5), ("priority", 1 << 63)]:
@@ -217,6 +219,7 @@ async def test_generate_awaited_and_as_an_async_with(model, hf):
             pass
 
 
+@pytest.mark.backends("vllm")
 def test_thousands_of_prompts(sync):
     outputs = sync.generate([[4 + at % 500] for at in range(2500)], max_tokens=1, temperature=0.0, detokenize=False)
     assert [output.prompt_token_ids[0] for output in outputs] == [4 + at % 500 for at in range(2500)]

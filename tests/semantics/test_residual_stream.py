@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -95,10 +96,10 @@ def test_write_between_attention_and_mlp(pair):
 
 def test_skip_gives_a_layer_another_output(pair):
     """Skipping a layer by its own input leaves the stream as it was."""
-    layers, several = pair.layers, pair.name != "gpt2"
+    layers = pair.layers
     with pair.model.trace(PROMPT, max_tokens=1):
         stream = layers[2].resid_pre
-        layers[2].skip((torch.zeros_like(stream), stream) if several else stream)
+        layers[2].skip((torch.zeros_like(stream), stream) if pair.sums else stream)
         logits = pair.model.logits.save()
     seen: dict[str, Any] = {}
 
@@ -113,6 +114,7 @@ def test_skip_gives_a_layer_another_output(pair):
     torch.testing.assert_close(logits[0], expected, **CLOSE)
 
 
+@pytest.mark.backends("vllm")
 def test_heads(pair):
     """What the heads put out, side by side, is what the output projection takes in."""
     layer = pair.layers[1]
@@ -139,6 +141,7 @@ def test_heads(pair):
     torch.testing.assert_close(logits[0], expected, **CLOSE)
 
 
+@pytest.mark.backends("vllm")
 def test_attention_pattern_from_queries_and_keys(pair):
     """Softmax of q k^T / sqrt(d), causally masked, mixes the values into the heads' outputs."""
     layer = pair.layers[1]

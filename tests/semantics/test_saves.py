@@ -79,6 +79,7 @@ def test_saves_without_a_name_that_replace_one_another(model):
     assert [(warning.filename, warning.lineno) for warning in caught] == [(__file__, grab.__code__.co_firstlineno + 1)]
 
 
+@pytest.mark.backends("vllm")
 def test_saves_without_a_name_have_that_of_their_text(model, hf):
     expected = generation(hf, PROMPT, 2)
     with warnings.catch_warnings(), model.trace(PROMPT, **GREEDY) as tracer:

@@ -57,6 +57,7 @@ def greedy(hf: Any, prompt: list[int], steps: int = STEPS) -> tuple[list[int], t
     return ids[len(prompt) :], torch.stack(logits)
 
 
+@pytest.mark.backends("vllm")
 async def test_rotated_queries_and_keys_of_every_step(model, hf):
     attention = model.model.layers[LAYER].self_attn
     async with model.trace(PROMPT, **GREEDY) as tracer:
@@ -74,6 +75,7 @@ async def test_rotated_queries_and_keys_of_every_step(model, hf):
     await drained(model)
 
 
+@pytest.mark.backends("vllm")
 async def test_written_queries_and_keys_among_other_requests(model, hf):
     async def edited() -> tuple[list[int], torch.Tensor]:
         async with model.trace(PROMPT, **GREEDY) as tracer:
@@ -105,6 +107,7 @@ async def test_written_queries_and_keys_among_other_requests(model, hf):
     await drained(model)
 
 
+@pytest.mark.backends("vllm")
 async def test_an_operation_inside_a_function_that_is_called(model, hf):
     mlp = model.model.layers[LAYER].mlp
     async with model.trace(PROMPT, **GREEDY) as tracer:
@@ -149,6 +152,7 @@ def test_values_of_gpt2_zeroed_where_they_are_split(pair):
     torch.testing.assert_close(torch.cat(logits), expected, **CLOSE)
 
 
+@pytest.mark.backends("vllm")
 async def test_modules_and_operations_take_turns_up_to_the_root(model):
     layer = model.model.layers[0]
     async with model.trace(PROMPT, max_tokens=1) as tracer:
@@ -167,6 +171,7 @@ async def test_modules_and_operations_take_turns_up_to_the_root(model):
     await drained(model)
 
 
+@pytest.mark.backends("vllm")
 async def test_a_platform_method_is_the_source_of_a_custom_op(model):
     norm = model.model.norm
     assert "forward_native" in repr(norm.source)
@@ -176,6 +181,7 @@ async def test_a_platform_method_is_the_source_of_a_custom_op(model):
     assert torch.equal(await inside, await outside)
 
 
+@pytest.mark.backends("vllm")
 async def test_an_operation_named_outside_the_block(model):
     operation = model.model.layers[0].mlp.source.down_proj_0
     source = model.model.layers[0].mlp.source
@@ -187,6 +193,7 @@ async def test_an_operation_named_outside_the_block(model):
     assert (await gate).shape[0] == len(PROMPT)
 
 
+@pytest.mark.backends("vllm")
 def test_the_text_of_the_engines_forward(model):
     lines = repr(model.model.layers[0].self_attn.source).splitlines()
     assert "vllm.model_executor.models.llama.LlamaAttention.forward" in lines[0]
@@ -209,6 +216,7 @@ async def error_of(model: Any, probe: Callable[[Any, Any], object]) -> BaseExcep
     return caught.value
 
 
+@pytest.mark.backends("vllm")
 async def test_errors_come_home(model):
     attention = model.model.layers[0].self_attn
     error = await error_of(model, lambda m, t: m.model.layers[0].self_attn.source.rotary_0.output)
@@ -229,6 +237,7 @@ async def test_errors_come_home(model):
     assert "self_attn.source.split_0.output has already been passed in step 0" in str(error)
 
 
+@pytest.mark.backends("vllm")
 async def test_nothing_is_left_instrumented(model):
     async with model.trace(PROMPT, max_tokens=3, ignore_eos=True) as tracer:
         for _ in tracer.iter[:]:

@@ -38,8 +38,7 @@ def reads_logits(model: Any, tracer: Any) -> None:
 async def test_each_token_brings_the_values_of_its_step(model, expected):
     async with model.trace(PROMPT, **GREEDY) as tracer:
         for step in tracer.iter[:]:
-            output = model.model.layers[2].output
-            hidden = (output[0] + output[1]).save()
+            hidden = model.model.layers[2].resid_post.save()
             logits = model.logits.save()
             number = save(step)
     tokens = [token async for token in tracer.stream()]

@@ -124,6 +124,7 @@ def test_other_values_are_refused_at_their_line(model, made):
             save(made(model), "kept")
 
 
+@pytest.mark.backends("vllm")
 async def test_prints_of_blocks_that_run_at_once_say_whose_they_are(model, capsys):
     async def speaks(number: int) -> None:
         async with model.trace(PROMPT, max_tokens=STEPS, temperature=0.0, ignore_eos=True) as tracer:
