@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from nnsight_async.runs.saved import Saved
     from nnsight_async.runs.token import Token
     from nnsight_async.runs.window import MapResult
+    from nnsight_async.transformers import TransformersModel
     from nnsight_async.vllm import VLLM
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "SplitPromptError",
     "SurfaceError",
     "Token",
+    "TransformersModel",
     "UnreadableError",
     "UnsupportedError",
     "ValuesLostError",
@@ -83,6 +85,7 @@ _LAZY = {
     "VLLM": "nnsight_async.vllm",
     "Saved": "nnsight_async.runs.saved",
     "Token": "nnsight_async.runs.token",
+    "TransformersModel": "nnsight_async.transformers",
     "MapResult": "nnsight_async.runs.window",
 }
 

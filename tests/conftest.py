@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from nnsight_async import VLLM
+    from nnsight_async import VLLM, TransformersModel
 
 # Before anything imports torch or vLLM, which read these once. `setdefault`: a developer's own choice wins.
 for name, value in {
@@ -54,6 +54,17 @@ def vllm_model(llama: str) -> Iterator[VLLM]:
     engine = VLLM(llama, mode="async", dispatch=True, rename=RENAMED, block_timeout=BLOCK_TIMEOUT, **tiny_engine_args())
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="session")
+def transformers_model(llama: str) -> Iterator[TransformersModel]:
+    """The tiny Llama in this process; of mode "async", it also serves `with` where no loop runs."""
+    from nnsight_async import TransformersModel
+
+    local = TransformersModel(llama, mode="async", rename=RENAMED)
+    local._build()
+    yield local
+    local.close()
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import linecache
 import re
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 import pytest
 
 import nnsight_async
-from nnsight_async import VLLM
+from nnsight_async import VLLM, TransformersModel
 from nnsight_async.testing.engine import tiny_engine_args
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +80,11 @@ class Borrowed(VLLM):
 def borrowing(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Borrowed, "lender", model, raising=False)
     monkeypatch.setattr(nnsight_async, "VLLM", Borrowed)
+    monkeypatch.setattr(nnsight_async, "TransformersModel", partial(_local, model.repo))
+
+
+def _local(tiny: str, given: Any, **more: Any) -> TransformersModel:
+    return TransformersModel(tiny if isinstance(given, str) else given, **more)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

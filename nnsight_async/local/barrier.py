@@ -1,0 +1,106 @@
+"""Invokes of one trace that wait for each other, and see each other's values."""
+
+from __future__ import annotations
+
+import sys
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from nnsight_async.errors import OutsideBlockError
+from nnsight_async.interleave.interleaver import Interleaver
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from nnsight_async.interleave.block import BlockRun
+    from nnsight_async.interleave.locations import Location
+    from nnsight_async.interleave.rows import Batch, Span
+
+_numbers = count(1).__next__
+
+
+class Barrier:
+    """What `tracer.barrier(n)` gives: a call in the block of an invoke waits until `n` of them have called it.
+
+    From there on each sees the names that the others had bound then. The forward pass does not wait: whoever comes
+    first must want nothing that lies before the place where the last one calls.
+    """
+
+    __block_advice__ = "make the barrier with the tracer of this trace"
+
+    def __init__(self, parties: int) -> None:
+        if parties < 1:
+            raise ValueError(f"barrier({parties}): the number of invokes that call it is expected")
+        self._parties = parties
+        self._number = _numbers()
+
+    def __call__(self) -> None:
+        raise OutsideBlockError("a barrier is called in the blocks of invokes")
+
+    def __block_reference__(self) -> tuple[str, ...]:
+        return ("barrier", str(self._number), str(self._parties))
+
+
+class Meeting:
+    """A barrier where the blocks run."""
+
+    def __init__(self, parties: int, interleaver: MeetingPlace) -> None:
+        self._parties = parties
+        self._interleaver = interleaver
+        self._came: list[tuple[BlockRun, dict[str, Any], dict[str, Any]]] = []
+
+    def of(self, run: BlockRun) -> Callable[[], None]:
+        """What the block of `run` calls."""
+
+        def call() -> None:
+            frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+            self._came.append((run, dict(frame.f_locals), frame.f_globals))
+            if len(self._came) < self._parties:
+                run.park(self)
+            else:
+                self._open()
+
+        return call
+
+    def _open(self) -> None:
+        came, self._came = self._came, []
+        for _, names, _ in came:
+            for _, _, seen in came:
+                seen.update(names)
+        self._interleaver.released += [run for run, _, _ in came[:-1]]
+
+    def __str__(self) -> str:
+        return f"the end of a barrier, which {len(self._came)} of {self._parties} blocks have come to,"
+
+
+class MeetingPlace(Interleaver):
+    """Lets blocks go on for which others have come, while the value at a location is still to be had."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.released: list[BlockRun] = []
+
+    def begin_step(self, spans: Mapping[BlockRun, Span], batch: Batch, *, stacked: bool = False) -> None:
+        super().begin_step(spans, batch, stacked=stacked)
+        self._release()
+
+    def fire(self, event: Location, value: Any) -> Any:
+        value = super().fire(event, value)
+        while late := [run for run in self._release() if run.waits == event]:
+            others = [run for run in self.waiting[event] if run not in late]
+            for run in others:  # they wait for the next time
+                self.waiting.forget(run)
+            value = super().fire(event, value)
+            for run in others:
+                self.waiting.enlist(run)
+        return value
+
+    def _release(self) -> list[BlockRun]:
+        """Have those go on that were released, until they wait again."""
+        went: list[BlockRun] = []
+        while self.released:
+            run = self.released.pop(0)
+            run.resume()
+            self.waiting.enlist(run)
+            went.append(run)
+        return went
