@@ -95,6 +95,25 @@ async def test_every_strength_steers_as_a_hook_does(model: VLLM, example: Any, h
     assert len({run.text for run in runs}) == 3
 
 
+async def test_edits_steer_who_asks_and_score_everybody(model: VLLM, example: Any, hf: Any) -> None:
+    edits, steps = example("edits"), 4
+
+    answers = await edits.main(model, strength=2.0, max_tokens=steps)
+
+    assert model.edits == ()
+    layer = len(hf.model.layers) // 2
+    vector = await edits.direction(model, layer)
+    assert [(answer.prompt, bool(answer.edits)) for answer in answers] == [
+        (prompt, steered) for prompt in edits.PROMPTS for steered in (False, True)
+    ]
+    for answer in answers:
+        change = {layer: lambda hidden: hidden + 2.0 * vector} if answer.edits else {}
+        expected = generation(hf, model.tokenizer(answer.prompt).input_ids, steps, change)
+        scores = expected.streams[layer][-steps:] @ (vector / vector.norm())
+        assert answer.text == text(model, expected.ids)
+        assert answer.score == pytest.approx(float(scores.mean()), abs=1e-3)
+
+
 def autoencoder(sae_clamp: Any, width: int, features: int) -> torch.nn.Module:
     torch.manual_seed(0)
     sae = sae_clamp.SparseAutoencoder(width, features)
