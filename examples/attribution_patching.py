@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from launch import default_checkpoint
+from launch import launch_local
 
-from nnsight_async import TransformersModel, save
+from nnsight_async import save
 
 CLEAN, CORRUPTED = "The capital of France is", "The capital of Italy is"
 
@@ -41,4 +41,4 @@ def main(model: Any, clean: str = CLEAN, corrupted: str = CORRUPTED) -> torch.Te
 
 
 if __name__ == "__main__":
-    main(TransformersModel(default_checkpoint()))
+    launch_local(main, __doc__)

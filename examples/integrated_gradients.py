@@ -9,9 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from launch import default_checkpoint
-
-from nnsight_async import TransformersModel
+from launch import launch_local
 
 PROMPT = "The capital of France is"
 
@@ -45,4 +43,4 @@ def main(model: Any, prompt: str = PROMPT, steps: int = 64) -> tuple[torch.Tenso
 
 
 if __name__ == "__main__":
-    main(TransformersModel(default_checkpoint()))
+    launch_local(main, __doc__)

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 Example = Callable[..., Awaitable[object]]
+LocalExample = Callable[..., object]
 
 QUIET = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 ENGINE: dict[str, Any] = {"max_model_len": 512, "kv_cache_memory_bytes": 256 << 20}
@@ -24,7 +25,17 @@ def launch(example: Example, description: str | None) -> None:
     asyncio.run(_on_engine(example, checkpoint or default_checkpoint(), dtype, options))
 
 
-def parser(example: Example, description: str | None) -> argparse.ArgumentParser:
+def launch_local(example: LocalExample, description: str | None) -> None:
+    """`launch`, for one that takes a model of transformers."""
+    from nnsight_async import TransformersModel
+
+    options = vars(parser(example, description).parse_args())
+    checkpoint, dtype = options.pop("model"), options.pop("dtype")
+    with TransformersModel(checkpoint or default_checkpoint(), dtype=dtype) as model:
+        example(model, **options)
+
+
+def parser(example: LocalExample, description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     made.add_argument("--model", help="a Llama-like checkpoint: a folder, or a repository on the hub")
     made.add_argument("--dtype", default="float32", help="what the engine computes in; 'auto': as in the checkpoint")

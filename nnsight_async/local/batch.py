@@ -27,7 +27,10 @@ class Batch:
         self._model = model
         self._interleaver = interleaver
         self._device = device
-        self._accepted = frozenset(inspect.signature(type(model).forward).parameters)
+        inner: Any = (
+            model.get_base_model() if hasattr(model, "get_base_model") else model
+        )  # PEFT hands all arguments on
+        self._accepted = frozenset(inspect.signature(type(inner).forward).parameters)
         self._lengths = [len(member.prompt.ids) for member in members]
         self._padded = len(set(self._lengths)) > 1
         self._cache: Any = None

@@ -173,10 +173,10 @@ class LocalEngine:
             if going:
                 batch.step()
         except Exception as error:
-            self._interleaver.end_step()
-            for member in going:
+            for member in going:  # before their blocks say that something did not come
                 member.over = True
                 member.run.fail(error)
+            self._interleaver.end_step()
         for member in going:
             if member.over:
                 self._blocks.part(member.run, member.blocks)

@@ -94,7 +94,8 @@ class Draw:
         logits = logits.nan_to_num(limits.min, limits.max, -torch.inf)
         if not params.temperature or logits.is_meta:
             return logits.argmax(-1)
-        scaled = logits.float() / params.temperature
+        limits = torch.finfo(torch.float32)
+        scaled = (logits.float() / params.temperature).nan_to_num(limits.min, limits.max, limits.min)
         if params.top_k > 0:
             least = scaled.topk(min(params.top_k, scaled.shape[-1])).values[..., -1:]
             scaled = scaled.masked_fill(scaled < least, -torch.inf)

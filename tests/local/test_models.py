@@ -116,3 +116,14 @@ def test_gradients_reach_the_image(seeing):
         loss.backward()
         gradient = patches.grad.save()
     assert gradient.abs().sum() > 0
+
+
+def test_an_error_in_the_middle_of_a_pass_leaves_the_next_one_alone(model):
+    activation = vars(model.module.model.layers[2].mlp.act_fn)
+    activation["forward"] = lambda hidden: hidden.reshape(3, 3)
+    with pytest.raises(RuntimeError, match="shape"), model.trace(PROMPT):
+        hidden = model.model.layers[3].output.save()
+    del activation["forward"]
+    with model.trace(PROMPT):
+        hidden = model.model.layers[3].output.save()
+    assert hidden.shape == (5, 128)

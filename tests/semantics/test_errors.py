@@ -466,6 +466,7 @@ class Endless:
         return time.sleep, (600,)
 
 
+@pytest.mark.backends("vllm")
 async def test_a_block_that_loads_for_too_long(model):
     value = Endless()
 
