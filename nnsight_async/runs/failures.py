@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,20 +33,25 @@ Place = tuple[str, int, str]
 """Where code stands: a file, a line, and the name of the function."""
 
 
-class _Place(msgspec.Struct, array_like=True):
+class Stand(msgspec.Struct, array_like=True):
     filename: str
     line: int
     function: str
 
 
-class _Failure(msgspec.Struct, array_like=True):
+class Failure(msgspec.Struct, array_like=True):
+    """An exception as data. `pickled` is for who trusts where it comes from (others: `runs/carried.py`)."""
+
     kind: str
     message: str
-    places: list[_Place]
+    places: list[Stand]
     notes: list[str]
     pickled: bytes | None
-    cause: _Failure | None = None
-    context: _Failure | None = None
+    cause: Failure | None = None
+    context: Failure | None = None
+    module: str = ""
+    args: list[Any] | None = None
+    """What it was raised with, if that is plain data."""
 
 
 def pack(error: BaseException, note: str, stood: Sequence[Place] = ()) -> bytes:
@@ -57,54 +62,71 @@ def pack(error: BaseException, note: str, stood: Sequence[Place] = ()) -> bytes:
     try:
         failure = _packed(error, LINKS)
     except Exception:  # code of the user's own class raised
-        failure = _Failure(type(error).__qualname__, _text(error), [], [], None)
+        failure = Failure(type(error).__qualname__, text_of(error), [], [], None)
     failure.notes += [*_hints(error), note]
-    failure.places = failure.places or [_Place(*place) for place in _users(stood)]
+    failure.places = failure.places or [Stand(*place) for place in _users(stood)]
     return msgspec.msgpack.encode(failure)
 
 
 def unpack(packed: bytes, beginning: Place | None = None) -> BaseException:
     """The exception, with a traceback whose last lines are the user's own: those where its block begins, at least."""
-    failure = msgspec.msgpack.decode(packed, type=_Failure)
+    failure = msgspec.msgpack.decode(packed, type=Failure)
     if not failure.places and beginning is not None:
-        failure.places = [_Place(*beginning)]
-    return _unpacked(failure)
+        failure.places = [Stand(*beginning)]
+    return unpacked(failure, _raisable)
 
 
-def _packed(error: BaseException, links: int) -> _Failure:
+def _packed(error: BaseException, links: int) -> Failure:
     cause = error.__cause__ if links else None
     context = error.__context__ if links and not error.__suppress_context__ else None
-    return _Failure(
+    return Failure(
         kind=type(error).__qualname__,
-        message=_text(error),
-        places=[_Place(*place) for place in _places(error)],
+        message=text_of(error),
+        places=[Stand(*place) for place in _places(error)],
         notes=[_sendable(str(note)) for note in getattr(error, "__notes__", [])],
         pickled=exceptions.dumps(error),
+        module=type(error).__module__,
+        args=plain_args(error),
         cause=None if cause is None else _packed(cause, links - 1),
         context=None if context is None else _packed(context, links - 1),
     )
 
 
-def _unpacked(failure: _Failure) -> BaseException:
-    error = _raisable(failure)
+def plain_args(error: BaseException) -> list[Any] | None:
+    """The arguments of an exception, where all are plain data."""
+    given = error.__reduce__()[1] if isinstance(error, OSError) else error.args  # whose file name is not among them
+    args = [_sendable(arg) if type(arg) is str else arg for arg in given]
+    whole = [arg for arg in args if type(arg) is int]
+    plain = all(arg is None or type(arg) in (bool, int, float, str, bytes) for arg in args)
+    return args if plain and all(arg.bit_length() < 64 for arg in whole) else None
+
+
+def unpacked(failure: Failure, raisable: Callable[[Failure], BaseException]) -> BaseException:
+    """The exception that `raisable` makes, with its notes, chain and traceback."""
+    error = raisable(failure)
     for note in failure.notes:
         error.add_note(note)
     if failure.context is not None:
-        error.__context__ = _unpacked(failure.context)
+        error.__context__ = unpacked(failure.context, raisable)
     if failure.cause is not None:
-        error.__cause__ = _unpacked(failure.cause)
+        error.__cause__ = unpacked(failure.cause, raisable)
     return error.with_traceback(_traceback(failure.places))
 
 
-def _raisable(failure: _Failure) -> BaseException:
+def _raisable(failure: Failure) -> BaseException:
     """The exception, unless it would mean something to the caller's own code, which did not exit or get cancelled."""
     error = None if failure.pickled is None else exceptions.loads(failure.pickled)
     if isinstance(error, Exception) and not isinstance(error, (StopIteration, StopAsyncIteration)):
         return error
-    stands_in = BlockError(f"{failure.kind}: {failure.message}" if failure.message else failure.kind)
+    stands_in = stand_in(failure)
     if error is not None:
         stands_in.__cause__ = error
     return stands_in
+
+
+def stand_in(failure: Failure) -> BlockError:
+    """What says what cannot be raised here."""
+    return BlockError(f"{failure.kind}: {failure.message}" if failure.message else failure.kind)
 
 
 def _places(error: BaseException) -> list[Place]:
@@ -145,7 +167,8 @@ _PACKAGE = _folder("nnsight_async")
 _LIBRARIES = (_PACKAGE, _folder("torch"), _folder("transformers"), _folder("vllm"))
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Its message, whatever its class makes of it."""
     try:
         return _sendable(str(error))
     except Exception:
@@ -156,7 +179,7 @@ def _sendable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _traceback(places: list[_Place]) -> TracebackType | None:
+def _traceback(places: list[Stand]) -> TracebackType | None:
     """A traceback through `places`, made of frames that stand at those files and lines.
 
     They are made in a greenlet, whose frames know nothing of the caller's: an exception must not keep alive all that
@@ -165,14 +188,14 @@ def _traceback(places: list[_Place]) -> TracebackType | None:
     return greenlet.greenlet(_linked).switch(places)
 
 
-def _linked(places: list[_Place]) -> TracebackType | None:
+def _linked(places: list[Stand]) -> TracebackType | None:
     found: TracebackType | None = None
     for place in reversed(places):
         found = _link(place, found)
     return found
 
 
-def _link(place: _Place, following: TracebackType | None) -> TracebackType | None:
+def _link(place: Stand, following: TracebackType | None) -> TracebackType | None:
     source = "\n" * (place.line - 1) + "raise ZeroDivisionError"
     code: CodeType = compile(source, place.filename, "exec").replace(co_name=place.function, co_qualname=place.function)
     try:

@@ -70,6 +70,8 @@ class Run(Job):
         self.values_final = False
         self.before_end: Callable[[], None] | None = None
         """Called before anybody is told that the run has ended."""
+        self.unpack = failures.unpack
+        """Makes an exception of what a frame says of it: by its pickle, for one owner's processes send it."""
         self._pending: deque[_Drawn] = deque()
         self._finished = False
         self._failure: _Failure | None = None
@@ -120,7 +122,7 @@ class Run(Job):
             self._warned += frame.warned
             self.ledger.file(frame)
             if frame.error is not None and self._failure is None:
-                error = failures.unpack(frame.error, self._beginning(frame.part))
+                error = self.unpack(frame.error, self._beginning(frame.part))
                 error.add_note(f"prompt: {failures.describe(self.request.prompt)}")
                 self._failure = _Failure(None if frame.ended else frame.step, error)
             self._advance()
