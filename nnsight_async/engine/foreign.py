@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from nnsight_async.runs import echo, failures
 from nnsight_async.runs.ledger import Ledger
 from nnsight_async.runs.run import new_key
-from nnsight_async.runs.shipment import Shipment
+from nnsight_async.runs.shipment import KEY, Shipment
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -253,6 +253,8 @@ class ForeignRequests:
         ready = isinstance(prompt, EngineCoreRequest)  # which has parameters and an adapter of its own
         params = prompt.params if ready else params
         sampling = isinstance(params, SamplingParams)
+        if sampling and KEY in (params.extra_args or {}):  # which would name runs and edits of others to the worker
+            raise VLLMValidationError(f"extra_args[{KEY!r}] is not for requests")
         edits = self._chosen(params) if sampling else ()
         lora = prompt.lora_request if ready else self._lora(*more, **options)
         if not sampling or (not edits and lora is None):

@@ -13,6 +13,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineGenerateError
 
+from nnsight_async.runs.shipment import KEY
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
 
@@ -200,4 +201,12 @@ async def test_each_of_many_sequences_has_its_own_values(model):
     (last,) = await sent(model, n=12, temperature=1.0, seed=3, output_kind=RequestOutputKind.FINAL_ONLY)
     assert last.saves["ids"] == [list(one.token_ids) for one in last.outputs]
     assert len(set(map(tuple, last.saves["ids"]))) > 6
+    await drained(model)
+
+
+async def test_they_carry_no_shipment(model):
+    """Which would name runs of others to the worker, and edits that they are not to run."""
+    for forged in ([[1], None, 1 << 30, 60.0, [1], False], "x", None):
+        with pytest.raises(VLLMClientError, match="not for requests"):
+            await sent(model, extra_args={KEY: forged})
     await drained(model)
