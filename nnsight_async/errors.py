@@ -22,6 +22,7 @@ NNsightError
 ├── MainGuardError       (RuntimeError)    a script builds an engine outside `if __name__ == "__main__":`
 ├── SurfaceError         (RuntimeError)    the synchronous form used on an async model, or the reverse
 ├── ValuesLostError      (ConnectionError) saved values that did not come home, or came damaged
+├── ServerError          (ConnectionError) a server that cannot be reached, or that refuses
 ├── EngineStartError     (RuntimeError)    vLLM did not start
 ├── UnsupportedError     (NotImplementedError) what vLLM or this version cannot do
 ├── EngineClosedError    (RuntimeError)    the model was closed
@@ -129,6 +130,15 @@ class SurfaceError(NNsightError, RuntimeError):
 
 class ValuesLostError(NNsightError, ConnectionError):
     """What a run saved was lost or damaged on its way from the worker; the run can be tried again."""
+
+
+class ServerError(NNsightError, ConnectionError):
+    """A server cannot be reached, ended the connection, or refused what was asked; the message has its reason.
+
+    `status` is that of its answer; None where there was none.
+    """
+
+    status: int | None = None
 
 
 class EngineStartError(NNsightError, RuntimeError):

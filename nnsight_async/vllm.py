@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
 
 from nnsight_async.capture.entered import is_entered
 from nnsight_async.capture.function import from_function
@@ -20,7 +20,7 @@ from nnsight_async.engine.metrics import register
 from nnsight_async.engine.prompts import is_several, vllm_prompt
 from nnsight_async.engine.repository import check_repository
 from nnsight_async.engine.sampling import settings
-from nnsight_async.engine.settings import engine_settings, model_name
+from nnsight_async.engine.settings import check_names, engine_settings, is_elsewhere, model_name
 from nnsight_async.engine.spans import spans_of
 from nnsight_async.errors import EngineClosedError, UnsupportedError
 from nnsight_async.runs.body import caller, loop_is_running
@@ -41,6 +41,8 @@ from nnsight_async.tree.model import ModelView
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
     from prometheus_client import CollectorRegistry
+
+    from nnsight_async.capture.block import Block
 
 T = TypeVar("T")
 Mode = Literal["sync", "async"]
@@ -69,6 +71,8 @@ class VLLM(ModelView):
         block_timeout: seconds that a block may run between two locations before its run fails.
         metrics: have counts in Prometheus' default registry, or in this one.
         spans: have OpenTelemetry spans of the global provider, or of this one; None: if `otlp_traces_endpoint` is set.
+        serve: the address of a server (`nnsight-serve`) that all requests go to, and `api_key` a key of it; by default
+            the environment's `NNSIGHT_SERVE` and `NNSIGHT_API_KEY`. This process then needs no vLLM.
         engine_args: everything that vLLM's `AsyncEngineArgs` takes.
 
     Raises:
@@ -76,6 +80,13 @@ class VLLM(ModelView):
         TypeError: an unknown engine argument; the nearest real one is named.
         EngineStartError: with `dispatch`, when vLLM does not start.
     """
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        if cls is VLLM and is_elsewhere(given.get("serve")):
+            from nnsight_async.serve.model import ServedVLLM
+
+            return object.__new__(cast("type[Self]", ServedVLLM))
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -115,6 +126,7 @@ class VLLM(ModelView):
         self._engine: Engine | None = None
         self._root: Envoy | None = None
         self._closed = False
+        self._servers: dict[tuple[str, str | None], VLLM] = {}
         self._building = threading.Lock()
         register(self, name, metrics)
         if dispatch:
@@ -154,8 +166,9 @@ class VLLM(ModelView):
         """End the engine and its processes; closing again does nothing."""
         with self._building:
             self._closed = True
-            if self._engine is not None:
-                self._engine.close()
+            for each in (self._engine, *self._servers.values()):
+                if each is not None:
+                    each.close()
 
     async def aclose(self) -> None:
         """`close`, without blocking the event loop."""
@@ -194,11 +207,12 @@ class VLLM(ModelView):
         `sampling` takes vLLM's sampling parameters (`max_new_tokens` too), `lora_request` and `priority`. Raises
         `TypeError` for an unknown one and `ValueError` for a bad value or an empty prompt.
         """
-        return self._trace(prompt, sampling, "trace()")
+        return self._on(sampling)._trace(prompt, sampling, "trace()")
 
     def run(self, prompt: Any, probe: Callable[[Any, Any], object], **sampling: Any) -> ProbeRun:
         """Run a prompt with the function `probe(model, tracer)` as its block; arguments as for `trace`."""
-        return ProbeRun(self, self._request(prompt, sampling, "run()"), from_function(probe, self.owners()))
+        on = self._on(sampling)
+        return ProbeRun(on, on._request(prompt, sampling, "run()"), on._probed(probe))
 
     def map(
         self,
@@ -218,9 +232,10 @@ class VLLM(ModelView):
         `progress` shows a bar, if this is a terminal. The error of a prompt ends the iteration, unless
         `return_errors` has it come as a result.
         """
-        asked, block = settings(sampling, "map()"), from_function(probe, self.owners())
+        on = self._on(sampling)
+        asked, block = on._settings_of(sampling, "map()"), on._probed(probe)
         return Map(
-            self,
+            on,
             prompts,
             lambda prompt: planned(asked.on(vllm_prompt(prompt, self._chat)), block),
             Window(concurrency, ordered=ordered),
@@ -234,15 +249,15 @@ class VLLM(ModelView):
 
         `with model.generate(prompt, ...) as tracer:` is `with model.trace(prompt, ...) as tracer:`.
         """
-        entered = is_entered(caller())
+        entered, on = is_entered(caller()), self._on(sampling)
         if prompts is ABSENT and self.mode == "sync" and not entered:
             raise ValueError("generate() needs prompts, unless it stands in a `with`")
         if prompts is ABSENT or (entered and self.mode == "sync"):
-            return self._trace(prompts, sampling, "generate()")
-        asked = settings(sampling, "generate()")
+            return on._trace(prompts, sampling, "generate()")
+        asked = on._settings_of(sampling, "generate()")
         several = prompts if is_several(prompts) else [prompts]
         requests = [asked.on(vllm_prompt(prompt, self._chat)) for prompt in several]
-        generation = Generation(self, requests, self.mode == "async")
+        generation = Generation(on, requests, self.mode == "async")
         return generation if self.mode == "async" else generation.result()
 
     # -- edits -----------------------------------------------------------------------------------------------------
@@ -253,6 +268,7 @@ class VLLM(ModelView):
         *,
         name: str | None = None,
         rowwise: bool = False,
+        **where: Any,
     ) -> Any:
         """`with model.edit(name) as (tracer, edit):`: install a block that every request of the engine runs.
 
@@ -267,19 +283,22 @@ class VLLM(ModelView):
             rowwise: whether what the block does to each row depends on that row alone. Requests that run nothing but
                 such edits share cached prefixes, if the engine caches any; a block that is not so must see its whole
                 prompt.
+            where: `serve=` and `api_key=`, as for `trace`.
 
         Raises:
             ValueError: an edit of that name is installed.
         """
+        on = self._on(where)
+        check_names(where, ("serve", "api_key"), "edit()")
         if isinstance(probe, str):
             probe, name = None, probe
         if probe is None:
-            return EditBody(self, name, rowwise=rowwise, asynchronous=self.mode == "async")
-        installed = Installed(from_function(probe, self.owners()), name, rowwise)
+            return EditBody(on, name, rowwise=rowwise, asynchronous=self.mode == "async")
+        installed = Installed(on._probed(probe), name, rowwise)
         if self.mode == "async":
-            return self._ainstalled(installed)
-        self.install(installed)
-        return Edit(self).attach(installed)
+            return on._ainstalled(installed)
+        on.install(installed)
+        return Edit(on).attach(installed)
 
     @property
     def edits(self) -> tuple[Edit, ...]:
@@ -396,15 +415,34 @@ class VLLM(ModelView):
         asynchronous = self.mode == "async"
         if prompt is not ABSENT:
             return Trace(self, self._request(prompt, sampling, what), asynchronous)
-        settings(sampling, what)  # an error belongs here, and not to the first invoke
+        self._settings_of(sampling, what)  # an error belongs here, and not to the first invoke
         return InvokeTrace(
             self, lambda prompt, own: self._request(prompt, {**sampling, **own}, "invoke()"), asynchronous
         )
 
     def _request(self, prompt: Any, options: Mapping[str, Any], what: str) -> Request:
-        request = settings(options, what)
+        request = self._settings_of(options, what)
         request.prompt = vllm_prompt(prompt, self._chat)
         return request
+
+    def _settings_of(self, options: Mapping[str, Any], what: str) -> Request:
+        return settings(options, what)
+
+    def _probed(self, probe: Callable[[Any, Any], object]) -> Block:
+        return from_function(probe, self.owners())
+
+    def _on(self, options: dict[str, Any]) -> VLLM:
+        """Where a run goes, taken out of its `options`: this model, or it on the server that `serve=` names."""
+        url, key = options.pop("serve", None), options.pop("api_key", None)
+        if url is None and key is not None:
+            raise TypeError("api_key= is for the server that serve= names")
+        if url is None:
+            return self
+        if (url, key) not in self._servers:
+            from nnsight_async.serve.model import ServedVLLM
+
+            self._servers[url, key] = ServedVLLM(self.repo, mode=self.mode, serve=url, api_key=key, original=self)
+        return self._servers[url, key]
 
     def _chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)

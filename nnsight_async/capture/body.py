@@ -14,6 +14,7 @@ from nnsight_async.capture.load import VERSION, Body
 from nnsight_async.capture.scope import Scope
 from nnsight_async.capture.ship import Pickled, Unshippable, dumps
 from nnsight_async.capture.skip import BodySkip, SkipSignal
+from nnsight_async.capture.text import Text
 from nnsight_async.errors import CaptureError, ShippingError
 
 if TYPE_CHECKING:
@@ -87,6 +88,19 @@ class BodyCapture:
             first_line=self._statement.node.lineno,
             function=code.co_name,
             constants=pickled.constants,
+        )
+
+    def text(self) -> Text:
+        """The body as it stands, and what names have for values now."""
+        scope, code = Scope(self._frame, self._statement), self._frame.f_code
+        return Text(
+            body=self._statement.node.body,
+            seen=scope.seen,
+            names=self._template.names,
+            filename=code.co_filename,
+            first_line=self._statement.node.lineno,
+            function=code.co_name,
+            traceback=_at(self._frame),
         )
 
     def bind(self, values: Mapping[str, object]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import weakref
 from functools import partial
+from inspect import CO_GENERATOR as GENERATOR
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ from nnsight_async.capture.kept import Kept, kept_outside, refuse
 from nnsight_async.capture.live import read_first
 from nnsight_async.capture.rewrite import CHANGED, SaveRewriter, rewrite_saves
 from nnsight_async.capture.source import Source, source_of
+from nnsight_async.capture.text import Text
 from nnsight_async.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -44,6 +46,41 @@ def recompiled(function: FunctionType, *, named: bool) -> tuple[FunctionType, tu
     if result.code is None:
         return function, ()
     return with_code(function, result.code), result.names
+
+
+def text_of(probe: object, model: object) -> Text | None:
+    """The text of a function of (model, tracer), where it can be had; its first name stands for `model`."""
+    if not isinstance(probe, FunctionType) or probe.__code__.co_argcount != 2 or probe.__code__.co_kwonlyargcount:
+        return None
+    code = probe.__code__
+    try:
+        source = source_of(code, probe.__globals__)
+    except CaptureError:
+        return None
+    node = next(_nodes(source.tree, code), None)
+    if not isinstance(node, ast.FunctionDef) or code.co_flags & GENERATOR or _path(source, code, node) is None:
+        return None
+    names = recompiled(probe, named=True)[1]
+    given = dict(zip(code.co_varnames, (model, TRACER), strict=False))
+
+    def seen(name: str) -> Any:
+        return given[name] if name in given else _outer_value(probe, name)
+
+    return Text(
+        body=node.body,
+        seen=seen,
+        names=names,
+        filename=code.co_filename,
+        first_line=code.co_firstlineno,
+        function=probe.__qualname__,
+    )
+
+
+class TracerName:
+    """What the tracer of a function's text stands for."""
+
+
+TRACER = TracerName()
 
 
 def with_code(function: FunctionType, code: CodeType) -> FunctionType:

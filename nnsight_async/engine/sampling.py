@@ -10,23 +10,18 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from nnsight_async.engine.settings import check_names
-from nnsight_async.errors import UnsupportedError
 from nnsight_async.runs.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
 ALIASES = {"max_new_tokens": "max_tokens"}
-LATER = ("serve", "api_key")
 OBJECTS = ("extra_args", "output_kind", "prompt_logprob_token_ids", "repetition_detection", "structured_outputs")
 
 
 def settings(given: Mapping[str, Any], what: str) -> Request:
     """A request without a prompt, from the keywords of `trace` and the like; raises as `sampling_params` does."""
     sampling = dict(given)
-    for name in LATER:
-        if sampling.pop(name, None) is not None:
-            raise UnsupportedError(f"{name}= is not supported yet")
     lora, priority = sampling.pop("lora_request", None), sampling.pop("priority", 0)
     if not isinstance(priority, int) or abs(priority) >> 63:  # at which vLLM does not look, as in `_check_types`
         raise TypeError(f"{what} got priority={priority!r}: a whole number of at most 63 bits is expected")

@@ -7,6 +7,7 @@ import difflib
 import os
 import sys
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from nnsight_async.errors import UnsupportedError
@@ -20,6 +21,11 @@ DATA_PARALLEL = (
     "data_parallel_size is not supported: vLLM would spread the requests over several workers, and what blocks save is "
     "taken in from one; build as many models as you want replicas, in this process or in others, and spread the prompts"
 )
+
+
+def is_elsewhere(serve: str | None) -> bool:
+    """Whether a model runs on a server: where one is named, and where there is no vLLM to run it here."""
+    return bool(serve or os.environ.get("NNSIGHT_SERVE")) or find_spec("vllm") is None
 
 
 def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:

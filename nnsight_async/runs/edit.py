@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from nnsight_async.errors import OutsideBlockError
 from nnsight_async.runs.body import BodyStatement, Ready, caller, check_awaiting_allowed, check_blocking_allowed
+from nnsight_async.runs.handle import block_of
 from nnsight_async.runs.trace import Tracer
 
 if TYPE_CHECKING:
@@ -130,4 +131,4 @@ class EditBody(BodyStatement):
         self._edit.attach(installed)
 
     def _installed(self, capture: BodyCapture) -> Installed:
-        return Installed(capture.block([*self._editor.owners(), self._tracer]), self._name, self._rowwise)
+        return Installed(block_of(self._editor, capture, self._tracer), self._name, self._rowwise)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
 
 from nnsight_async.errors import OutsideBlockError
 from nnsight_async.interleave.context import save
@@ -14,6 +14,7 @@ from nnsight_async.runs.stream import Stream
 
 if TYPE_CHECKING:
     from nnsight_async.capture.block import Block
+    from nnsight_async.capture.body import BodyCapture
     from nnsight_async.runs.job import Job
     from nnsight_async.runs.request import Request
 
@@ -27,6 +28,24 @@ class Launcher(Protocol):
 
     def launch(self, job: Job) -> None: ...
     async def alaunch(self, job: Job) -> None: ...
+
+
+@runtime_checkable
+class Taking(Protocol):
+    """What makes a block of its own kind of a body; others have it as bytes."""
+
+    def take(self, capture: BodyCapture, *tracers: object) -> Block: ...
+
+
+class Owning(Protocol):
+    def owners(self) -> Sequence[object]: ...
+
+
+def block_of(launcher: Owning, capture: BodyCapture, *tracers: object) -> Block:
+    """The body as a block for `launcher`; its code may use the `tracers`."""
+    if isinstance(launcher, Taking):
+        return launcher.take(capture, *tracers)
+    return capture.block([*launcher.owners(), *tracers])
 
 
 class Outcome:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nnsight_async.errors import OutsideBlockError
 from nnsight_async.runs.body import BodyStatement, Ready, caller, check_awaiting_allowed, check_blocking_allowed
 from nnsight_async.runs.group import Invokes, planned
-from nnsight_async.runs.handle import Launcher, settle
+from nnsight_async.runs.handle import Launcher, block_of, settle
 from nnsight_async.runs.saved import Saved
 from nnsight_async.runs.trace import Tracer
 
@@ -34,7 +34,7 @@ class InvokeTracer(Tracer):
 
     def __init__(self, launcher: Launcher, asynchronous: bool, asking: Asking) -> None:
         super().__init__(asynchronous)
-        self.owners = launcher.owners
+        self.launcher = launcher
         self._asking = asking
         self._open = True
         self.captured: list[Invoke] = []
@@ -80,7 +80,7 @@ class Invoke(BodyStatement):
         return Ready(self._skip(caller(), self.tracer))
 
     def _finish(self, capture: BodyCapture) -> None:
-        self.block = capture.block([*self._outer.owners(), self.tracer, self._outer])
+        self.block = block_of(self._outer.launcher, capture, self.tracer, self._outer)
         self._taken = capture
         self.request.invoke = len(self._outer.captured)
         self._outer.captured.append(self)

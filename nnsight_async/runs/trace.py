@@ -10,7 +10,7 @@ from nnsight_async.errors import OutsideBlockError, UnsupportedError
 from nnsight_async.interleave.tracer import ELSEWHERE, NOT_HERE, ONE_PROMPT
 from nnsight_async.runs.body import BodyStatement, Ready, caller, check_awaiting_allowed, check_blocking_allowed
 from nnsight_async.runs.group import planned
-from nnsight_async.runs.handle import Handle, Launcher, settle
+from nnsight_async.runs.handle import Handle, Launcher, block_of, settle
 from nnsight_async.runs.saved import Saved
 from nnsight_async.tree.names import similar
 
@@ -105,7 +105,7 @@ class Trace(BodyStatement):
         return Ready(self._enter(caller()))
 
     def _finish(self, capture: BodyCapture) -> None:
-        block = capture.block([*self._launcher.owners(), self._tracer])
+        block = block_of(self._launcher, capture, self._tracer)
         run = planned(self._request, block)
         self._launcher.launch(run)
         self._tracer.attach(run)
@@ -114,7 +114,7 @@ class Trace(BodyStatement):
         capture.bind({name: values[name] for name in block.names if name in values})
 
     async def _afinish(self, capture: BodyCapture) -> None:
-        block = capture.block([*self._launcher.owners(), self._tracer])
+        block = block_of(self._launcher, capture, self._tracer)
         run = planned(self._request, block)
         await self._launcher.alaunch(run)
         self._tracer.attach(run)

@@ -10,6 +10,8 @@ import asyncio
 import inspect
 import linecache
 import re
+import subprocess
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,7 @@ import pytest
 
 import nnsight_async
 from nnsight_async import VLLM, TransformersModel
+from nnsight_async.serve.server import Server
 from nnsight_async.testing.engine import tiny_engine_args
 
 ROOT = Path(__file__).parents[2]
@@ -54,13 +57,29 @@ def snippets(page: Path) -> list[Snippet]:
     ]
 
 
+SERVED = "http://127.0.0.1:6677"
+"""The server of the pages."""
+
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if snippets(page)]
+
+
+COMMANDS = [
+    found.group(1)
+    for page in sorted((ROOT / "docs").glob("*.md"))
+    for found in re.finditer(r"^```bash\n(curl .*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+]
 
 
 class Borrowed(VLLM):
     """What `VLLM(...)` of a snippet builds: a model of its own on the engine that all tests share."""
 
     lender: ClassVar[VLLM]
+    server: ClassVar[str]
+
+    def __new__(cls, repo: str, **given: Any) -> Any:
+        if "serve" in given:
+            return VLLM(cls.lender.repo, **{**given, "serve": given["serve"].replace(SERVED, cls.server)})
+        return super().__new__(cls)
 
     def __init__(self, repo: str, **given: Any) -> None:
         super().__init__(self.lender.repo, **{**tiny_engine_args(), **given})
@@ -77,14 +96,21 @@ class Borrowed(VLLM):
 
 
 @pytest.fixture
-def borrowing(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def borrowing(model: VLLM, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Borrowed, "lender", model, raising=False)
+    monkeypatch.setattr(Borrowed, "server", server.url, raising=False)
     monkeypatch.setattr(nnsight_async, "VLLM", Borrowed)
     monkeypatch.setattr(nnsight_async, "TransformersModel", partial(_local, model.repo))
 
 
 def _local(tiny: str, given: Any, **more: Any) -> TransformersModel:
     return TransformersModel(tiny if isinstance(given, str) else given, **more)
+
+
+@pytest.fixture(scope="module")
+def server(model: VLLM) -> Iterator[Server]:
+    with Server(model) as serving:
+        yield serving
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -96,6 +122,15 @@ def test_snippets_run_and_print_what_the_page_shows(page: Path) -> None:
             printed = snippet.run(names, runner)
             if snippet.printed is not None:
                 assert printed == snippet.printed, snippet.name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_print_what_is_asked_for(server: Server, command: str) -> None:
+    ran = subprocess.run(
+        ["bash", "-c", command.replace(SERVED, server.url)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert '"id":' in ran.stdout
+    assert "error" not in ran.stdout
 
 
 def test_links_lead_to_files_and_headings_that_exist() -> None:

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from nnsight_async import VLLM, TransformersModel
+from nnsight_async.serve.server import Server
 from nnsight_async.testing import hf_model, tiny_checkpoint
 from nnsight_async.testing.engine import tiny_engine_args
 
-BACKENDS = ("vllm", "transformers")
+BACKENDS = ("vllm", "transformers", "served")
 """What the language is defined on: for each, there is a session fixture `NAME_model`. Tests of what only some of them
 have are marked `backends("vllm", ...)`."""
 
@@ -28,7 +29,22 @@ def build(name: str, **more: Any) -> VLLM:
     return VLLM(tiny_checkpoint(name), mode="async", dispatch=True, **{**tiny_engine_args(), **more})
 
 
-@pytest.fixture(scope="session", params=BACKENDS)
+SLOW = ("served",)
+"""Backends on which the suite is run by who asks for it: they have the language of another, from further away."""
+
+PARAMETERS = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in BACKENDS]
+
+
+@pytest.fixture(scope="session")
+def served_model(vllm_model: VLLM) -> Iterator[VLLM]:
+    """A client of a server that takes blocks of Python, on the engine that all tests share."""
+    with Server(vllm_model, allow_python=True) as server:
+        client = VLLM(vllm_model.repo, mode="async", serve=server.url)
+        yield client
+        client.close()
+
+
+@pytest.fixture(scope="session", params=PARAMETERS)
 def model(request: pytest.FixtureRequest) -> Any:
     """The tiny Llama on a backend."""
     return request.getfixturevalue(f"{request.param}_model")

@@ -1,0 +1,1 @@
+"""One model for clients without a GPU: the server, and the client of it."""

@@ -1,0 +1,70 @@
+"""The command, as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from nnsight_async import VLLM, CaptureError, ServerError
+
+KEY = "the-key-in-the-environment"
+PROMPT = [5, 17, 101, 9, 33, 250, 77]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def process(llama: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [
+        sys.executable, "-m", "nnsight_async.serve.cli", llama, "--port", str(port), "--dtype", "float32",
+        "--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20), "--distributed-executor-backend", "uni",
+        "--served-model-name", "tiny", "--max-runs", "4",
+    ]  # fmt: skip
+    environment = {**os.environ, "NNSIGHT_API_KEY": KEY, "NNSIGHT_SERVE": "http://127.0.0.1:9"}
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+    assert started.stdout is not None
+    said = next((line for line in started.stdout if line.startswith("nnsight-serve: ")), "")
+    assert said.strip().endswith(f"at http://127.0.0.1:{port}")
+    yield started, f"http://127.0.0.1:{port}"
+    started.send_signal(signal.SIGTERM)
+    assert started.wait(60) == 0
+
+
+async def test_it_serves_traces_and_the_openai_api(process: Any, llama: str) -> None:
+    _, url = process
+    with pytest.raises(ServerError, match="asks for a key"):
+        VLLM(llama, serve=url, dispatch=True)
+    async with VLLM(llama, mode="async", serve=url, api_key=KEY) as model:
+        async with model.trace(PROMPT, max_tokens=2) as tracer:
+            h = model.model.layers[2].resid_post[-1].save()
+        assert (await h).shape == (128,)
+        async with model.trace(PROMPT, max_tokens=2) as tracer:
+            print("no --allow-python")
+        with pytest.raises(CaptureError, match="cannot travel as data"):
+            await tracer.result
+    async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {KEY}"}) as http:
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
+
+
+async def test_who_is_on_it_when_it_ends_hears_of_it(process: Any, llama: str) -> None:
+    started, url = process
+    async with VLLM(llama, mode="async", serve=url, api_key=KEY) as model:
+        async with model.trace(PROMPT, max_tokens=240, ignore_eos=True) as tracer:
+            for _ in tracer.iter[:]:
+                h = model.model.layers[2].resid_post[-1].save()
+        await anext(tracer.stream())
+        started.send_signal(signal.SIGTERM)
+        with pytest.raises((ServerError, RuntimeError)):
+            async with asyncio.timeout(60):
+                await tracer.result
