@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from nnsight_async.capture.live import assigned_in, read_first
 from nnsight_async.errors import CaptureError
@@ -31,16 +32,25 @@ def declared(body: Sequence[ast.stmt], outer: Callable[[str], Any], filename: st
     Raises `CaptureError`, which names the statement that has no such form, and why.
     """
     assigned = frozenset(assigned_in(list(body)))
-    declarer = _Declarer(Names(outer, assigned))
+    declarer = _Declarer(Names(outer, assigned, assigned_once(body)))
     try:
         statements = declarer.all(body)
         taken = [ops.Let(name, ops.Value(value)) for name, value in declarer.names.taken.items()]
         return [*taken, *declarer.begin(body, outer, assigned), *statements]
     except Undeclared as error:
         node: Any = error.node
-        text = ast.unparse(node)
+        text = ast.unparse(node).partition("\n")[0]
         shown = text if len(text) <= 80 else f"{text[:77]}..."
         raise CaptureError(f"{filename}, line {node.lineno}: `{shown}` cannot travel as data: {error.why}") from None
+
+
+def assigned_once(body: Sequence[ast.stmt]) -> frozenset[str]:
+    """Names that one place in `body` assigns, and no loop or branch again."""
+    found = Counter(
+        node.id for node in ast.walk(ast.Module(list(body), [])) if isinstance(node, ast.Name) and _is_stored(node)
+    )
+    at_top = {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets if _is_name(target)}
+    return frozenset(name for name in at_top if found[name] == 1)
 
 
 class _Declarer:
@@ -151,7 +161,7 @@ class _Declarer:
             value, name = self._saved(value)
         match target:
             case ast.Name():
-                made = self._named(target.id, value, line)
+                made = self._named(target.id, value, line, saves=saves)
                 if saves:
                     made.append(ops.Save(name or target.id, ops.Variable(target.id), line))
                 return made
@@ -162,9 +172,10 @@ class _Declarer:
             case _:
                 raise Undeclared(target, "a save is bound to a name")
 
-    def _named(self, name: str, value: ast.expr, line: int) -> list[ops.Statement]:
+    def _named(self, name: str, value: ast.expr, line: int, *, saves: bool) -> list[ops.Statement]:
         known = self._of.known(value)
-        if known is not ABSENT and not is_plain(known):
+        constant = type(known) in (int, str) and self.names.is_constant(name) and not saves
+        if constant or (known is not ABSENT and not is_plain(known)):
             self.names.fixed[name] = known
             return []
         self.names.fixed.pop(name, None)
@@ -251,6 +262,14 @@ class _Declarer:
         raise Undeclared(
             node, "which steps these are is not known before the block runs, or they are counted from the end"
         )
+
+
+def _is_name(node: ast.expr) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name)
+
+
+def _is_stored(node: ast.Name) -> bool:
+    return not isinstance(node.ctx, ast.Load)
 
 
 def _ends(node: ast.expr, name: str) -> bool:

@@ -40,9 +40,10 @@ class Undeclared(Exception):  # noqa: N818 -- becomes a CaptureError that says w
 class Names:
     """What the names of a body stand for: variables of its own, or things from outside that have a form as data."""
 
-    def __init__(self, outer: Callable[[str], Any], assigned: frozenset[str]) -> None:
+    def __init__(self, outer: Callable[[str], Any], assigned: frozenset[str], once: frozenset[str]) -> None:
         self._outer = outer
         self._assigned = assigned
+        self._once = once
         self.fixed: dict[str, Any] = {}
         """Names of the body that stand for a module or a number which is known here."""
         self.taken: dict[str, torch.Tensor] = {}
@@ -50,6 +51,10 @@ class Names:
 
     def is_variable(self, name: str) -> bool:
         return name in self._assigned and name not in self.fixed
+
+    def is_constant(self, name: str) -> bool:
+        """Whether a variable, once it has a value, keeps it."""
+        return name in self._once
 
     def known(self, name: str) -> Any:
         """What a name stands for here; `ABSENT` if it is only known in the worker, or nowhere."""

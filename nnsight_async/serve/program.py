@@ -16,16 +16,22 @@ import torch
 
 from nnsight_async.interleave.context import current
 from nnsight_async.serve import operations as ops
+from nnsight_async.serve.bounds import (
+    LONGEST,
+    NUMBERS,
+    as_number,
+    as_tensor,
+    broadcast,
+    check_applied,
+    check_index,
+    check_operands,
+    check_parts,
+    check_product,
+    count,
+    fits,
+    room,
+)
 from nnsight_async.tree.envoy import Envoy
-
-LARGEST = 1 << 26
-"""Elements of one value."""
-MOST_WORK = 1 << 37
-"""Multiplications of one product of matrices."""
-WIDEST = 4096
-"""Bits of an integer."""
-LONGEST = 1 << 16
-"""Items of a list."""
 
 PLACE = "<block>"
 """The file that errors of a block are said to be in; the client knows its real name."""
@@ -38,7 +44,6 @@ SIGNS: dict[str, Callable[[Any, Any], Any]] = {
 IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.iadd, "-": operator.isub, "*": operator.imul, "/": operator.itruediv,
 }  # fmt: skip
-NUMBERS = (torch.Tensor, int, float)
 
 
 class Program:
@@ -108,15 +113,15 @@ class _Running:
                 self._write(place, after)
             case ops.Item():
                 whole, keys = self.value(place.of), self._keys(place)
-                _check_index(whole, keys)
+                check_index(whole, keys)
                 whole[keys] = self._changed(None if change.by == "=" else whole[keys], change)
 
     def _changed(self, before: Any, change: ops.Change) -> Any:
         value = self.value(change.value)
         if change.by == "=":
             return value
-        _check_operands(change.by, before, value)
-        return _fits(IN_PLACE[change.by](before, value))
+        check_operands(change.by, before, value)
+        return fits(IN_PLACE[change.by](before, value))
 
     def _write(self, place: ops.Read, value: Any) -> None:
         owner: Any = self._model if place.part in ("logits", "samples") else self._envoy(place.path)
@@ -137,12 +142,12 @@ class _Running:
                 return self._read(expression)
             case ops.Item():
                 whole, keys = self.value(expression.of), self._keys(expression)
-                _check_index(whole, keys)
+                check_index(whole, keys)
                 return whole[keys]
             case ops.Binary():
                 left, right = self.value(expression.left), self.value(expression.right)
-                _check_operands(expression.sign, left, right)
-                return _fits(SIGNS[expression.sign](left, right))
+                check_operands(expression.sign, left, right)
+                return fits(SIGNS[expression.sign](left, right))
             case _:
                 return self._composed(expression)
 
@@ -150,11 +155,12 @@ class _Running:
         match expression:
             case ops.Display():
                 items = [self.value(item) for item in expression.items]
+                check_parts(items)
                 return tuple(items) if expression.fixed else items
             case ops.Attribute():
-                return getattr(_tensor(self.value(expression.of)), expression.name)
+                return getattr(as_tensor(self.value(expression.of)), expression.name)
             case ops.Negative():
-                return -_number(self.value(expression.of))
+                return -as_number(self.value(expression.of))
             case ops.Step():
                 return self._tracer.step
             case _:
@@ -163,7 +169,8 @@ class _Running:
     def _called(self, call: Any) -> Any:
         arguments: list[Any] = [self._argument(argument) for argument in call.arguments]
         if isinstance(call, ops.Apply):
-            return _fits(self._envoy(call.path)(*arguments))
+            check_applied([self._envoy(call.path), *arguments])
+            return fits(self._envoy(call.path)(*arguments))
         keywords = {name: self.value(value) for name, value in call.keywords.items()}
         if isinstance(keywords.get("dtype"), str):
             keywords["dtype"] = _dtype(keywords["dtype"])
@@ -198,21 +205,24 @@ def _function(name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
     if name in ("cat", "stack"):
         return _joined(name, arguments, keywords)
     if name == "where":
-        _room(_broadcast([_tensor(argument) for argument in arguments]))
+        room(broadcast([as_tensor(argument) for argument in arguments]))
         return torch.where(*arguments)
     for argument in arguments:
         if not isinstance(argument, (*NUMBERS, list, tuple)):
-            raise TypeError(f"{name}() takes numbers, tensors and lists in a block that is data, not {argument!r:.40}")
+            kind = type(argument).__name__
+            raise TypeError(f"{name}() takes numbers, tensors and lists in a block that is data, not {kind}")
+        if name in ("max", "min", "sum", "list") and count(argument) > LONGEST:
+            raise ValueError(f"{name}() goes through at most {LONGEST} items; tensors have methods for more")
     plain: dict[str, Callable[..., Any]] = {
         "len": len, "abs": abs, "max": max, "min": min, "float": float, "int": int, "round": round, "sum": sum,
         "list": list,
     }  # fmt: skip
-    return _fits(plain[name](*arguments))
+    return fits(plain[name](*arguments))
 
 
 def _joined(name: str, arguments: list[Any], keywords: dict[str, Any]) -> torch.Tensor:
     parts, *rest = arguments
-    _room(sum(_tensor(part).numel() for part in parts))
+    room(sum(as_tensor(part).numel() for part in parts))
     return (torch.cat if name == "cat" else torch.stack)(list(parts), *rest, **keywords)
 
 
@@ -220,90 +230,21 @@ def _method(of: Any, name: str, arguments: list[Any], keywords: dict[str, Any]) 
     if name == "append":
         if type(of) is not list or len(cast("list[Any]", of)) >= LONGEST:
             raise TypeError(f"append is of lists of at most {LONGEST} items")
+        check_parts(arguments, whole=of)
         return cast("list[Any]", of).append(*arguments)
-    tensor = _tensor(of)
+    tensor = as_tensor(of)
     if name == "to":
         return tensor.to(_dtype(arguments[0]) if arguments else keywords["dtype"])
+    if name == "tolist" and tensor.numel() > LONGEST:
+        raise ValueError(f"tolist() is for at most {LONGEST} elements in a block that is data")
     others = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
     if name in ("matmul", "dot"):
-        _check_product(tensor, *others)
+        check_product(tensor, *others)
     elif name == "outer":
-        _room(tensor.numel() * math.prod(other.numel() for other in others))
+        room(tensor.numel() * math.prod(other.numel() for other in others))
     elif others:
-        _room(_broadcast([tensor, *others]))
-    return _fits(getattr(tensor, name)(*arguments, **keywords))
-
-
-def _check_operands(sign: str, left: Any, right: Any) -> None:
-    if sign in ("==", "!=") and not isinstance(left, torch.Tensor) and not isinstance(right, torch.Tensor):
-        return
-    _number(left)
-    _number(right)
-    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
-        if sign == "@":
-            _check_product(left, right)
-        else:
-            _room(_broadcast([left, right]))
-
-
-def _check_product(*tensors: torch.Tensor) -> None:
-    left, right = tensors if len(tensors) == 2 else (tensors[0], tensors[0])
-    if not left.ndim or not right.ndim:
-        return  # which torch refuses
-    rows = left.numel() // max(left.shape[-1], 1)
-    columns = right.numel() // max(right.shape[-2 if right.ndim > 1 else -1], 1)
-    batch = max(math.prod(left.shape[:-2]), math.prod(right.shape[:-2]), 1)
-    _room(rows * columns * batch if batch > 1 else rows * columns)
-    if rows * columns * left.shape[-1] > MOST_WORK:
-        raise ValueError("a product of matrices this large is more than a block that is data may compute")
-
-
-def _check_index(whole: Any, keys: Any) -> None:
-    """What `whole[keys]` will take, where tensors or lists choose elements."""
-    if not isinstance(whole, (torch.Tensor, list, tuple, dict)):
-        raise TypeError(f"{type(whole).__name__} has no items in a block that is data")
-    if not isinstance(whole, torch.Tensor):
-        return
-    each = cast("tuple[Any, ...]", keys if isinstance(keys, tuple) else (keys,))
-    choosing = [(at, key) for at, key in enumerate(each) if isinstance(key, (torch.Tensor, list))]
-    if choosing and whole.numel():
-        chosen = math.prod(_count(key) for _, key in choosing)
-        known = len(choosing) == 1 and ... not in [key for key in each if key is ...] and choosing[0][0] < whole.ndim
-        size = whole.shape[choosing[0][0]] if known else min(whole.shape)
-        _room(chosen * whole.numel() // max(size, 1))
-
-
-def _count(key: Any) -> int:
-    return key.numel() if isinstance(key, torch.Tensor) else len(key)
-
-
-def _broadcast(tensors: Sequence[torch.Tensor]) -> int:
-    return math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
-
-
-def _room(elements: int) -> None:
-    if elements > LARGEST:
-        raise ValueError(f"a value of {elements:,} elements; a block that is data may have {LARGEST:,}")
-
-
-def _fits(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        _room(value.numel())
-    elif isinstance(value, int) and value.bit_length() > WIDEST:
-        raise OverflowError(f"an integer of more than {WIDEST} bits")
-    return value
-
-
-def _number(value: Any) -> Any:
-    if not isinstance(value, NUMBERS):
-        raise TypeError(f"tensors and numbers can be computed with in a block that is data, not {type(value).__name__}")
-    return value
-
-
-def _tensor(value: Any) -> torch.Tensor:
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"this is for tensors, and not for a value of type {type(value).__name__}")
-    return value
+        room(broadcast([tensor, *others]))
+    return fits(getattr(tensor, name)(*arguments, **keywords))
 
 
 def _truth(value: Any) -> bool:

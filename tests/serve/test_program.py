@@ -1,0 +1,325 @@
+"""Blocks as data do what the same blocks do as Python, on a small model and without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from nnsight_async import CaptureError
+from nnsight_async.interleave.tracer import Tracer
+from nnsight_async.serve import messages as m
+from nnsight_async.serve import operations as ops
+from nnsight_async.serve import wire
+from nnsight_async.serve.block import of_probe
+from nnsight_async.serve.bounds import LARGEST, LONGEST
+from nnsight_async.serve.program import Program
+from nnsight_async.tree.envoy import Envoy
+from nnsight_async.tree.manifest import Manifest, ModuleInfo, ParameterInfo
+from nnsight_async.tree.model import ModelView
+from tests.interleave.toy import WIDTH, Bench, Toy
+
+STEPS = 3
+VECTOR = torch.linspace(-1, 1, WIDTH)
+UNIT = VECTOR / VECTOR.norm()
+SETTINGS = {"layer": 1, "top": 2}
+
+
+def _info(path: str, module: torch.nn.Module) -> ModuleInfo:
+    shapes = {name: tuple(part.shape) for name, part in module.named_parameters(recurse=False)}
+    return ModuleInfo(
+        path=path,
+        cls=type(module).__name__,
+        qualified=type(module).__name__,
+        children=tuple(name for name, _ in module.named_children()),
+        parameters=tuple(ParameterInfo(name, shape, "float32", shape) for name, shape in shapes.items()),
+        is_list=isinstance(module, torch.nn.ModuleList),
+    )
+
+
+MANIFEST = Manifest("toy", "0", {path: _info(path, module) for path, module in Toy().named_modules()})
+MODEL = ModelView(Envoy(MANIFEST))
+
+
+def of_data(probe: Callable[[Any, Any], object]) -> Program:
+    """The probe as a server gets it: sent, received, checked."""
+    block = of_probe(probe, [MODEL, MANIFEST], MODEL)
+    if block.reason is not None:
+        raise block.reason
+    code = {"type": "declared", "statements": block.statements}
+    sent = wire.encode(m.RunRequest("0" * 32, [1], block=code), list(block.tensors))  # type: ignore[arg-type]
+    received = m.take(sent, wire.Bounds())
+    assert isinstance(received.body, m.RunRequest)
+    assert isinstance(received.body.block, m.Declared)
+    m.open_values(received.body.block.statements, received.buffers)
+    ops.check(received.body.block.statements, MANIFEST)
+    return Program(received.body.block.statements)
+
+
+def ran(program: Callable[[Any, Any], object]) -> tuple[list[Any], torch.Tensor]:
+    """What is saved in each of some steps, and the logits of all."""
+    bench = Bench()
+    run = bench.add(1, lambda _m, _t: program(MODEL, Tracer(run)), 3)
+    generator = torch.Generator().manual_seed(5)
+    logits = [bench.step({1: torch.randn(rows, WIDTH, generator=generator)})[1] for rows in (3, *[1] * (STEPS - 1))]
+    if run.error is not None:
+        raise run.error
+    saved = [(entry.name, entry.operation, entry.value) for _, _, entries, _ in bench.reports for entry in entries]
+    return saved, torch.stack(logits)
+
+
+def steered(model, tracer):
+    for _ in tracer.iter[:]:
+        model.layers[1].output += VECTOR
+        h = model.layers[2].output[-1].save()
+
+
+def in_place(model, tracer):
+    for _ in tracer.all():
+        h = model.layers[SETTINGS["layer"]].output
+        h[-1] -= 2 * VECTOR
+        h[:, :2] = 0
+        model.layers[2].output[:] *= 0.5
+
+
+def projected(model, tracer):
+    for step in tracer.iter[1:3]:
+        h = model.layers[0].output
+        h = h - (h @ UNIT)[:, None] * UNIT
+        model.layers[0].output = h.clamp(-1.0, max=1.0)
+        number = (step + 1).save()
+
+
+def collected(model, tracer):
+    rows = [].save()
+    norms = tracer.save([], "norms")
+    for _ in tracer.iter[[0, 2]]:
+        rows.append(model.layers[0].output[-1])
+        norms.append(rows[-1].norm(dim=-1).item())
+
+
+def lens(model, tracer):
+    last = len(model.layers) - 1
+    for i, layer in enumerate(model.layers):
+        h = layer.output
+        found = model.head(model.layers[last].norm(h)).log_softmax(-1)
+        values, ids = found.topk(SETTINGS["top"], dim=-1)
+        if i == last:
+            ids = ids.save()
+            best = torch.stack([values.max(), values.min()]).save()
+
+
+def conditional(model, tracer):
+    for _ in tracer.iter[:]:
+        drawn = model.samples[0, 0]
+        if drawn % 2 == 0:
+            even = drawn.save()
+        else:
+            odd = drawn.save()
+        model.samples[:] = 3
+
+
+def skipped(model, tracer):
+    before = model.layers[0].output
+    model.layers[1].skip(before * 2)
+    same = (model.layers[1].output - before).abs().sum().save()
+
+
+def computed(model, tracer):
+    h = model.layers[0].output.float()
+    total = torch.where(h > 0, h, -h).sum().item()
+    a = b = torch.cat([h, h[:1]], dim=0).to(torch.float64).save()
+    parts = [h.mean(0).tolist(), (h.shape[0], int(total) // 2, max(total, 1.0))]
+    parts.save()
+    text = "as it is"
+    text.save("text")
+    model.logits[0, 1] = -5.0
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, (list, tuple)):
+        return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+PROBES = [steered, in_place, projected, collected, lens, conditional, skipped, computed]
+
+
+@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.__name__)
+def test_data_does_what_the_python_does(probe: Any) -> None:
+    from nnsight_async.capture.recompile import recompiled
+
+    saved, logits = ran(recompiled(probe, named=True)[0])
+    found, changed = ran(of_data(probe))
+    assert [(name, operation) for name, operation, _ in found] == [(name, operation) for name, operation, _ in saved]
+    assert all(equal(one, other) for (*_, one), (*_, other) in zip(found, saved, strict=True))
+    torch.testing.assert_close(changed, logits, rtol=0, atol=0)
+
+
+def test_what_is_saved_stays_as_it_was_though_it_is_changed_after() -> None:
+    def probe(model, tracer):
+        h = model.layers[0].output
+        before = h.save()
+        h[:] = 0
+
+    ((name, _, value), *_), _ = ran(of_data(probe))
+    assert name == "before"
+    assert value.abs().sum() > 0
+
+
+def test_an_error_stands_at_its_line_of_the_text() -> None:
+    def probe(model, tracer):
+        h = model.layers[0].output
+        model.layers[1].output = h @ h
+
+    with pytest.raises(RuntimeError, match="cannot be multiplied") as raised:
+        ran(of_data(probe))
+    lines = [entry.lineno + 1 for entry in raised.traceback if entry.frame.code.raw.co_filename == "<block>"]
+    assert lines == [probe.__code__.co_firstlineno + 2]
+
+
+def comprehension(model, tracer):
+    x = [row * 2 for row in model.layers[0].output]
+
+
+def lambdas(model, tracer):
+    f = lambda: 1  # noqa: E731
+
+
+def source(model, tracer):
+    x = model.layers[0].source
+
+
+def imported(model, tracer):
+    import os  # noqa: F401
+
+
+def looped(model, tracer):
+    while True:
+        pass
+
+
+def dynamic(model, tracer):
+    for _ in model.layers[0].output:
+        pass
+
+
+def named_late(model, tracer):
+    model.layers[0].output.save()
+
+
+def dunder(model, tracer):
+    x = VECTOR.__class__
+
+
+def starred(model, tracer):
+    x = torch.cat(*[[VECTOR]])
+
+
+def returned(model, tracer):
+    return 1
+
+
+OTHERS = [comprehension, lambdas, source, imported, looped, dynamic, named_late, dunder, starred, returned]
+
+
+@pytest.mark.parametrize("probe", OTHERS, ids=lambda probe: probe.__name__)
+def test_everything_else_is_named_with_its_line(probe: Any) -> None:
+    with pytest.raises(CaptureError, match=r"test_program\.py, line \d+: `.*` cannot travel as data: ") as raised:
+        of_data(probe)
+    assert f"line {probe.__code__.co_firstlineno + 1}:" in str(raised.value)
+
+
+# -- bounds ------------------------------------------------------------------------------------------------------------
+
+
+def variable(name: str) -> ops.Variable:
+    return ops.Variable(name)
+
+
+X = variable("x")
+WIDE = torch.zeros(LONGEST + 1)
+
+
+def let(expression: Any) -> ops.Let:
+    return ops.Let("x", expression)
+
+
+def method(name: str, *arguments: Any, of: Any = X) -> ops.Method:
+    return ops.Method(name, of, list(arguments))
+
+
+TOO_MUCH = {
+    "integers": ([let(ops.Value(3)), *[let(ops.Binary("*", X, X))] * 20], "4096 bits"),
+    "outer": ([let(ops.Value(WIDE)), let(method("outer", X))], "elements; a block"),
+    "broadcast": (
+        [let(ops.Value(WIDE)), let(ops.Binary("+", X, ops.Item(X, [ops.Slice(), ops.Value(None)])))],
+        "elements; a block",
+    ),
+    "in place": (
+        [
+            let(ops.Value(WIDE)),
+            ops.Let("y", ops.Item(X, [ops.Slice(), ops.Value(None)])),
+            ops.Change(variable("y"), "+", X),
+        ],
+        "elements; a block",
+    ),
+    "product": (
+        [let(ops.Value(WIDE[:, None])), ops.Let("y", ops.Attribute("T", X)), let(ops.Binary("@", X, variable("y")))],
+        "elements; a block",
+    ),
+    "work": (
+        [let(ops.Value(torch.zeros(5500, 5500))), let(ops.Binary("@", X, X))],
+        "more than a block that is data may compute",
+    ),
+    "joined": (
+        [let(ops.Value(WIDE)), *[let(ops.Function("cat", [ops.Display([X] * 50)]))] * 3],
+        "elements; a block",
+    ),
+    "chosen": (
+        [
+            let(ops.Value(torch.zeros(2, LONGEST))),
+            let(ops.Item(X, [ops.Value(torch.zeros(LONGEST, dtype=torch.long))])),
+        ],
+        "elements; a block",
+    ),
+    "applied": (
+        [let(ops.Value(torch.zeros(LARGEST // 16 + 1, 1))), let(ops.Apply("head", [X]))],
+        "elements; a block",
+    ),
+    "gone through": ([let(ops.Value(WIDE)), let(ops.Function("sum", [X]))], "goes through at most"),
+    "as a list": ([let(ops.Value(WIDE)), let(method("tolist"))], "tolist"),
+    "doubled": ([let(ops.Display([])), *[let(ops.Display([X, X]))] * 30], "in one another"),
+    "in itself": ([let(ops.Display([])), ops.Do(method("append", X))], "in one another"),
+    "in its part": (
+        [let(ops.Display([])), ops.Let("y", ops.Display([X])), ops.Do(method("append", variable("y")))],
+        "in one another",
+    ),
+    "text": ([let(ops.Value("x")), let(ops.Binary("*", X, ops.Value(1 << 30)))], "not str"),
+    "lists": ([let(ops.Display([])), let(ops.Binary("==", X, X))], "not list"),
+    "methods of text": ([let(ops.Value("x")), let(method("size"))], "for tensors"),
+    "a name": ([let(variable("y"))], "'y' is not defined"),
+}
+
+
+@pytest.mark.parametrize(("statements", "why"), TOO_MUCH.values(), ids=TOO_MUCH)
+def test_what_would_take_too_much_is_not_begun(statements: Any, why: str) -> None:
+    ops.check(statements, MANIFEST)
+    with pytest.raises((ValueError, TypeError, OverflowError, NameError), match=why):
+        ran(Program(statements))
+
+
+@pytest.mark.parametrize("name", sorted(ops.METHODS))
+def test_every_method_is_one_of_tensors_that_changes_nothing(name: str) -> None:
+    assert hasattr(torch.Tensor, name)
+    assert not name.endswith("_")
+
+
+def test_statements_are_read_from_json_as_the_docs_write_them() -> None:
+    text = '[{"kind": "save", "name": "x", "value": {"kind": "read", "part": "logits"}}]'
+    (statement,) = msgspec.json.decode(text, type=list[ops.Statement])
+    assert isinstance(statement, ops.Save)
+    assert isinstance(statement.value, ops.Read)
