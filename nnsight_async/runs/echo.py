@@ -36,5 +36,5 @@ def warn(warned: Warned) -> None:
 
 def _category(qualified: str) -> type[Warning]:
     module, _, name = qualified.rpartition(".")
-    found = getattr(sys.modules.get(module, builtins), name, UserWarning)
+    found = vars(sys.modules.get(module, builtins)).get(name, UserWarning)  # nothing is imported for it
     return found if isinstance(found, type) and issubclass(found, Warning) else UserWarning

@@ -140,8 +140,8 @@ def scope_of(path: str) -> Scope | None:
 class Gate:
     """The outermost middleware: nothing behind it is reached without a key that may.
 
-    Without keys, which is for a loopback address alone, requests from pages of a browser and under another host's name
-    are refused: a page from anywhere could send them (DNS rebinding, requests across origins).
+    Without keys, requests from pages of other servers are refused, and under other names of this host than `names`, if
+    those are given: a page from anywhere could send them to who looks at it (requests across origins, DNS rebinding).
     """
 
     def __init__(self, app: Any, keys: Keys, names: frozenset[str] | None) -> None:
@@ -165,7 +165,7 @@ class Gate:
             await send({"type": "websocket.close", "code": 1008})
 
     def _refused(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str] | None:
-        if self._names is not None and (reason := _foreign(headers, self._names)):
+        if not self._keys and (reason := _foreign(headers, self._names)):
             return 403, reason
         path: str = scope["path"]
         needed = scope_of(path)
@@ -180,11 +180,11 @@ class Gate:
         return None
 
 
-def _foreign(headers: Mapping[str, str], names: frozenset[str]) -> str:
+def _foreign(headers: Mapping[str, str], names: frozenset[str] | None) -> str:
     """Why a request may come from a page of somebody else's; empty if it does not."""
     host = headers.get("host", "")
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
-    if name.strip("[]") not in names:
+    if names is not None and name.strip("[]") not in names:
         return f"this server without keys is asked for by the names of this machine, not as {host[:100]!r}"
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2] != host:

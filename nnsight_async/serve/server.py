@@ -122,7 +122,7 @@ class Server:
         self.service = Service(self.model, self._engine, policy, self._limits)
         app.include_router(router(self.service))
         app.include_router(page())
-        names = None if self.keys else LOOPBACK | {self._host}
+        names = LOOPBACK if self._host in LOOPBACK else None
         return uvicorn.Server(
             uvicorn.Config(
                 Gate(app, self.keys, names),

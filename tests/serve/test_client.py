@@ -106,6 +106,37 @@ def test_keys_are_found_by_their_content(tmp_path: Path) -> None:
     assert "first" not in repr(keys.find("Bearer the first one"))
 
 
+@pytest.mark.parametrize(
+    ("names", "headers", "status"),
+    [
+        (access.LOOPBACK, {"host": "127.0.0.1:6677"}, 200),
+        (access.LOOPBACK, {"host": "localhost"}, 200),
+        (access.LOOPBACK, {"host": "[::1]:6677"}, 200),
+        (access.LOOPBACK, {"host": "localhost:1", "origin": "http://localhost:1"}, 200),
+        (access.LOOPBACK, {"host": "rebound.example:6677"}, 403),
+        (access.LOOPBACK, {"host": "127.0.0.1.example"}, 403),
+        (access.LOOPBACK, {}, 403),
+        (None, {"host": "10.1.2.3:6677"}, 200),
+        (None, {"host": "10.1.2.3:6677", "origin": "http://other.example"}, 403),
+        (None, {"host": "10.1.2.3:6677", "origin": "null"}, 403),
+    ],
+)
+async def test_without_keys_pages_of_others_are_kept_out(names: Any, headers: dict[str, str], status: int) -> None:
+    answered: list[int] = []
+
+    async def behind(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            answered.append(message["status"])
+
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "path": "/nnsight/v1/runs", "headers": raw}
+    await access.Gate(behind, access.Keys([]), names)(scope, None, send)
+    assert answered == [status]
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
