@@ -366,35 +366,37 @@ STAYS_SMALL = {
 
 @pytest.mark.parametrize(
     ("statements", "why"),
-    zip(
-        [
-            grown("*", X, X, 40),
-            [FIRST, FLAT, JOINED, OUTER, FLAT, OUTER, FLAT, OUTER],
-            [FIRST, FLAT, *[JOINED] * 6],
+    list(
+        zip(
             [
-                {
-                    "kind": "let",
-                    "name": "x",
-                    "value": {"kind": "binary", "sign": "*", "left": value("y"), "right": value(1 << 40)},
-                }
+                grown("*", X, X, 40),
+                [FIRST, FLAT, JOINED, OUTER, FLAT, OUTER, FLAT, OUTER],
+                [FIRST, FLAT, *[JOINED] * 6],
+                [
+                    {
+                        "kind": "let",
+                        "name": "x",
+                        "value": {"kind": "binary", "sign": "*", "left": value("y"), "right": value(1 << 40)},
+                    }
+                ],
+                [FIRST, *[{"kind": "let", "name": "x", "value": {"kind": "display", "items": [X, X]}}] * 40],
+                [
+                    {"kind": "let", "name": "x", "value": {"kind": "display"}},
+                    {"kind": "do", "value": {"kind": "method", "name": "append", "of": X, "arguments": [X]}},
+                    statement(X),
+                ],
+                [FIRST, FLAT, *[JOINED] * 3, statement({"kind": "item", "of": HIDDEN, "keys": [LONG]})],
+                [
+                    FIRST,
+                    FLAT,
+                    *[JOINED] * 3,
+                    statement({"kind": "apply", "path": "model.embed_tokens", "arguments": [LONG]}),
+                ],
+                [FIRST, FLAT, *[JOINED] * 3, statement({"kind": "function", "name": "list", "arguments": [X]})],
             ],
-            [FIRST, *[{"kind": "let", "name": "x", "value": {"kind": "display", "items": [X, X]}}] * 40],
-            [
-                {"kind": "let", "name": "x", "value": {"kind": "display"}},
-                {"kind": "do", "value": {"kind": "method", "name": "append", "of": X, "arguments": [X]}},
-                statement(X),
-            ],
-            [FIRST, FLAT, *[JOINED] * 3, statement({"kind": "item", "of": HIDDEN, "keys": [LONG]})],
-            [
-                FIRST,
-                FLAT,
-                *[JOINED] * 3,
-                statement({"kind": "apply", "path": "model.embed_tokens", "arguments": [LONG]}),
-            ],
-            [FIRST, FLAT, *[JOINED] * 3, statement({"kind": "function", "name": "list", "arguments": [X]})],
-        ],
-        STAYS_SMALL.values(),
-        strict=True,
+            STAYS_SMALL.values(),
+            strict=True,
+        )
     ),
     ids=STAYS_SMALL,
 )
