@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -122,6 +122,7 @@ def router(service: Service) -> APIRouter:
             manifest=service.policy.manifest.encode(),
             allow_python=service.policy.allow_python,
             python=sys.version_info[:2],
+            runs=service.limits.runs,
         )
     )
 
@@ -208,7 +209,7 @@ async def _stream(service: Service, request: Request) -> Response:
 class Streamed(Response):
     """What is said of a run, until it ends or its client leaves, which aborts it."""
 
-    def __init__(self, run: Run, said: AsyncIterator[bytes], kind: str, limits: ServerLimits) -> None:
+    def __init__(self, run: Run, said: AsyncGenerator[bytes], kind: str, limits: ServerLimits) -> None:
         super().__init__()
         self._run = run
         self._said = said
@@ -228,6 +229,7 @@ class Streamed(Response):
             timer.cancel()
             watching.cancel()
             self._leave()
+            await self._said.aclose()
 
     async def _watch(self, receive: Any) -> None:
         """Abort as soon as the client leaves, and not when there is something to send the next time."""

@@ -13,11 +13,12 @@ from nnsight_async.capture.block import Block
 from nnsight_async.capture.function import from_function
 from nnsight_async.capture.recompile import text_of
 from nnsight_async.capture.text import Text
-from nnsight_async.errors import CaptureError
+from nnsight_async.errors import CaptureError, LocationError
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import operations as ops
 from nnsight_async.serve import wire
 from nnsight_async.serve.declare import declared
+from nnsight_async.tree.manifest import Manifest
 
 REFUSES = (
     "The server takes blocks of declared operations alone (docs/serving.md says which those are); one that is started "
@@ -48,7 +49,8 @@ class ServedBlock(Block):
 def of_text(text: Text, whole: Callable[[], Block], owners: Collection[object]) -> ServedBlock:
     """The block of a text; `whole` makes the one of Python, which is only asked for if there is no other."""
     try:
-        statements = declared(text.body, _own(text.seen, owners), text.filename)
+        statements = declared(text.body, _own(text.seen, owners), text.filename, owners)
+        _check(statements, text, owners)
     except CaptureError as error:
         python = whole()
         return ServedBlock(
@@ -75,6 +77,17 @@ def of_probe(probe: Callable[[Any, Any], object], owners: Collection[object], mo
             reason=CaptureError(why),
         )  # fmt: skip
     return of_text(text, lambda: from_function(probe, owners), owners)
+
+
+def _check(statements: list[ops.Statement], text: Text, owners: Collection[object]) -> None:
+    """Raise `CaptureError` for what a server would refuse, who says it of the whole block."""
+    manifest = next((owner for owner in owners if isinstance(owner, Manifest)), None)
+    try:
+        if manifest is not None:
+            ops.check(statements, manifest)
+    except (ValueError, LocationError) as error:
+        where = f"{text.filename}, line {text.first_line}"
+        raise CaptureError(f"{where}: this block cannot travel as data: {error}") from None
 
 
 def _own(seen: Callable[[str], Any], owners: Collection[object]) -> Callable[[str], Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeGuard
 
 from nnsight_async.capture.live import assigned_in, read_first
@@ -18,7 +18,6 @@ from nnsight_async.serve.expressions import (
     Undeclared,
     is_plain,
     is_save,
-    path,
     unrolled,
 )
 from nnsight_async.tree.envoy import Envoy
@@ -26,13 +25,17 @@ from nnsight_async.tree.envoy import Envoy
 CHANGES: dict[type[ast.operator], ops.InPlace] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 
 
-def declared(body: Sequence[ast.stmt], outer: Callable[[str], Any], filename: str) -> list[ops.Statement]:
+def declared(
+    body: Sequence[ast.stmt], outer: Callable[[str], Any], filename: str, owners: Collection[object]
+) -> list[ops.Statement]:
     """`body` as data; `outer` gives what a name stands for around it, or raises `KeyError`.
+
+    `owners` are what modules in it may belong to.
 
     Raises `CaptureError`, which names the statement that has no such form, and why.
     """
     assigned = frozenset(assigned_in(list(body)))
-    declarer = _Declarer(Names(outer, assigned, assigned_once(body)))
+    declarer = _Declarer(Names(outer, assigned, assigned_once(body), owners))
     try:
         statements = declarer.all(body)
         taken = [ops.Let(name, ops.Value(value)) for name, value in declarer.names.taken.items()]
@@ -115,7 +118,7 @@ class _Declarer:
             if isinstance(owner, TRACERS) and node.func.attr == "stop":
                 return [ops.Stop(node.lineno)]
             if isinstance(owner, Envoy) and node.func.attr == "skip" and len(node.args) == 1:
-                return [ops.Skip(path(owner), self._of.data(node.args[0]), node.lineno)]
+                return [ops.Skip(self._of.path(owner, node), self._of.data(node.args[0]), node.lineno)]
         return [ops.Do(self._of.data(node), node.lineno)]
 
     def _saved(self, node: ast.Call) -> tuple[ast.expr, str | None]:
@@ -175,7 +178,7 @@ class _Declarer:
     def _named(self, name: str, value: ast.expr, line: int, *, saves: bool) -> list[ops.Statement]:
         known = self._of.known(value)
         constant = type(known) in (int, str) and self.names.is_constant(name) and not saves
-        if constant or (known is not ABSENT and not is_plain(known)):
+        if constant or (known is not ABSENT and not is_plain(known) and not saves):
             self.names.fixed[name] = known
             return []
         self.names.fixed.pop(name, None)

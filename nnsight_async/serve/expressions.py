@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -24,6 +26,7 @@ SIGNS: dict[type[ast.operator | ast.cmpop], ops.Sign] = {
 }  # fmt: skip
 TRACERS = (Handle, TracerName)
 WHOLE = ("logits", "samples")
+OTHERS = ("source", "heads", "skip", "tree", "trace", "run", "map", "generate", "edit", "tokenizer")
 
 ABSENT: Any = object()
 
@@ -40,7 +43,14 @@ class Undeclared(Exception):  # noqa: N818 -- becomes a CaptureError that says w
 class Names:
     """What the names of a body stand for: variables of its own, or things from outside that have a form as data."""
 
-    def __init__(self, outer: Callable[[str], Any], assigned: frozenset[str], once: frozenset[str]) -> None:
+    def __init__(
+        self,
+        outer: Callable[[str], Any],
+        assigned: frozenset[str],
+        once: frozenset[str],
+        owners: Collection[object],
+    ) -> None:
+        self.owners = owners
         self._outer = outer
         self._assigned = assigned
         self._once = once
@@ -84,7 +94,10 @@ class Expressions:
             case ast.Name():
                 return self.names.known(node.id)
             case ast.Attribute():
-                return _attribute(self.known(node.value), node.attr)
+                try:
+                    return _attribute(self.known(node.value), node.attr)
+                except LocationError as error:
+                    raise Undeclared(node, str(error)) from None
             case ast.Subscript():
                 return _item(self.known(node.value), self._known_key(node.slice))
             case ast.UnaryOp(op=ast.USub()):
@@ -155,10 +168,16 @@ class Expressions:
             return None
         owner = self.known(node.value)
         if isinstance(owner, Envoy) and node.attr in ops.PARTS:
-            return ops.Read(node.attr, path(owner))  # type: ignore[arg-type]
+            return ops.Read(node.attr, self.path(owner, node))  # type: ignore[arg-type]
         if isinstance(owner, ModelView) and node.attr in WHOLE:
             return ops.Read(node.attr)  # type: ignore[arg-type]
         return None
+
+    def path(self, envoy: Envoy, node: ast.AST) -> str:
+        """The path of a module of the model that is traced."""
+        if not any(envoy.__block_owner__ is owner for owner in self.names.owners):
+            raise Undeclared(node, "it belongs to another model")
+        return envoy.__block_reference__()[1]
 
     def keys(self, node: ast.expr) -> list[ops.Key]:
         """The keys of a subscript."""
@@ -197,7 +216,7 @@ class Expressions:
     def _call(self, node: ast.Call) -> ops.Expression:
         function = self.known(node.func)
         if isinstance(function, Envoy):
-            return ops.Apply(path(function), self._modules(node))
+            return ops.Apply(self.path(function, node), self._modules(node))
         if is_save(node, function):
             raise Undeclared(node, "a save stands where its value gets a name: `name = value.save()`")
         name = getattr(function, "__name__", "")
@@ -231,7 +250,7 @@ class Expressions:
         if node.keywords:
             raise Undeclared(node, "a module is called with positional arguments")
         found = [(argument, self.known(argument)) for argument in node.args]
-        return [ops.Module(path(known)) if isinstance(known, Envoy) else self.data(node) for node, known in found]
+        return [ops.Module(self.path(known, of)) if isinstance(known, Envoy) else self.data(of) for of, known in found]
 
     def _argument(self, node: ast.expr) -> ops.Expression:
         known = self.known(node)
@@ -247,15 +266,15 @@ class Expressions:
         return keyword.arg
 
 
-def path(envoy: Envoy) -> str:
-    return envoy.__block_reference__()[1]
-
-
 def is_plain(value: Any) -> bool:
     """Whether a value can travel as data."""
+    if isinstance(value, str):
+        return value.isascii() or value.encode(errors="ignore").decode() == value  # halves of surrogate pairs cannot
     if isinstance(value, (list, tuple)):
-        return all(map(is_plain, value))  # pyright: ignore[reportUnknownArgumentType]
-    return value is None or isinstance(value, (bool, int, float, str, torch.Tensor))
+        return all(map(is_plain, cast("list[Any]", value)))
+    if type(value) is dict:
+        return all(is_plain(part) for pair in cast("dict[Any, Any]", value).items() for part in pair)
+    return value is None or isinstance(value, (bool, int, float, bytes, torch.Tensor))
 
 
 def is_save(node: ast.Call, function: Any) -> bool:
@@ -264,25 +283,16 @@ def is_save(node: ast.Call, function: Any) -> bool:
 
 
 def _attribute(owner: Any, name: str) -> Any:
-    """An attribute of what is known here, where that is known here too."""
-    if isinstance(owner, (Envoy, ModelView)) and name not in (*ops.PARTS, *WHOLE, "source", "heads"):
-        try:
-            found = getattr(owner, name)
-        except LocationError:
-            raise
-        except Exception:
-            return ABSENT
+    """An attribute of what is known here, where that is known here too. No code of the user's runs for it."""
+    if isinstance(owner, (Envoy, ModelView)):
+        found = ABSENT if name in (*ops.PARTS, *WHOLE, *OTHERS) else getattr(owner, name)
         return found if isinstance(found, Envoy) else ABSENT
-    if owner is torch or _is_settings(owner):
-        return getattr(owner, name, ABSENT)
-    return ABSENT
-
-
-def _is_settings(owner: Any) -> bool:
-    """Whether this is a module or an object of the user's whose attributes may be constants."""
-    return owner is not ABSENT and not isinstance(
-        owner, (torch.Tensor, Envoy, ModelView, *TRACERS, str, int, float, list)
-    )
+    if isinstance(owner, ModuleType):
+        return vars(owner).get(name, ABSENT)
+    if owner is ABSENT or isinstance(owner, (torch.Tensor, *TRACERS)):
+        return ABSENT
+    found = inspect.getattr_static(owner, name, ABSENT)
+    return found if is_plain(found) else ABSENT
 
 
 def _item(owner: Any, key: Any) -> Any:

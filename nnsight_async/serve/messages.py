@@ -150,6 +150,8 @@ class Description(msgspec.Struct):
     """Whether it takes blocks of Python from who asks."""
     python: tuple[int, int]
     """The version of Python that its worker runs."""
+    runs: int
+    """How many runs of one key go at a time."""
 
 
 class EditInfo(msgspec.Struct):

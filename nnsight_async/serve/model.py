@@ -83,7 +83,7 @@ class ServedVLLM(VLLM):
         return done.result()
 
     def take(self, capture: BodyCapture, *tracers: object) -> Block:
-        owners = [*self.owners(), *tracers]
+        owners = [*self._known(), *tracers]
         return of_text(capture.text(), lambda: capture.block(owners), owners)
 
     def owners(self) -> tuple[object, ...]:
@@ -99,7 +99,12 @@ class ServedVLLM(VLLM):
         return self
 
     def _probed(self, probe: Callable[[Any, Any], object]) -> Block:
-        return of_probe(probe, self.owners(), self)
+        return of_probe(probe, self._known(), self)
+
+    def _known(self) -> tuple[object, ...]:
+        """The owners of modules, with the tree that their paths are looked up in."""
+        _ = self.tree
+        return self.owners()
 
     def _settings_of(self, options: Mapping[str, Any], what: str) -> Request:
         return request_of(options, what)

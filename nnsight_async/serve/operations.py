@@ -15,6 +15,7 @@ import msgspec
 
 from nnsight_async.errors import LocationError
 from nnsight_async.interleave.locations import expression
+from nnsight_async.serve import wire
 from nnsight_async.tree.manifest import Manifest
 from nnsight_async.tree.names import missing
 
@@ -38,7 +39,7 @@ METHODS = frozenset(
 )
 """Of tensors: those whose result is no larger than what they are given, which neither name files nor run code."""
 
-DTYPES = frozenset(("float64", "float32", "float16", "bfloat16", "int64", "int32", "bool"))
+DTYPES = frozenset(wire.DTYPES)
 ATTRIBUTES = frozenset(("shape", "ndim", "T", "mT"))
 FUNCTIONS = frozenset(("len", "abs", "max", "min", "float", "int", "round", "sum", "list", "cat", "stack", "where"))
 

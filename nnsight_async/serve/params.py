@@ -58,5 +58,7 @@ def request_of(options: Mapping[str, Any], what: str) -> Request:
     n = given.get("n", 1)
     if type(n) is not int or n < 1:
         raise ValueError(f"n must be at least 1, got {n!r}.")
+    if n > 1 and given.get("temperature") == 0:
+        raise ValueError(f"n must be 1 when using greedy sampling, got {n}.")
     names = None if edits is None else tuple(edits)
     return Request(None, Params(given, n, given.get("seed")), lora, names, priority)

@@ -6,7 +6,7 @@ The body of a request is a `PlainRun`; the answer are server-sent events, one fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, cast
 
 import msgspec
@@ -46,7 +46,7 @@ def opened(body: bytes) -> PlainRun:
     return asked
 
 
-async def events(run: Run, beat: float) -> AsyncIterator[bytes]:
+async def events(run: Run, beat: float) -> AsyncGenerator[bytes]:
     """The tokens of a run, and at the end what it has saved, or its error."""
     stream = Stream(run)
     following: asyncio.Future[Token | None] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -93,7 +93,7 @@ class Relay(Run):
         frame.printed, frame.warned = "", []  # which are the client's to show
         super().feed_frame(frame)
 
-    async def messages(self, beat: float) -> AsyncIterator[bytes]:
+    async def messages(self, beat: float) -> AsyncGenerator[bytes]:
         """All that is said of the run, to its end; something at least every `beat` seconds."""
         while True:
             while self._waiting:

@@ -8,7 +8,7 @@ import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx
@@ -17,7 +17,7 @@ import uvloop
 
 from nnsight_async.capture.block import Block
 from nnsight_async.errors import EngineClosedError, ServerError, UnsupportedError
-from nnsight_async.runs.carried import known, named, rebuilt
+from nnsight_async.runs.carried import rebuilt
 from nnsight_async.runs.edit import Installed
 from nnsight_async.runs.frames import Frame
 from nnsight_async.runs.history import Buffer, SlowConsumers
@@ -27,6 +27,7 @@ from nnsight_async.serve.block import ServedBlock
 from nnsight_async.serve.outputs import of_delta
 from nnsight_async.serve.params import Params
 from nnsight_async.serve.program import PLACE
+from nnsight_async.serve.refusals import refusal_of, start_of
 from nnsight_async.serve.remote_edits import RemoteEdits
 from nnsight_async.tree.manifest import Manifest
 
@@ -38,7 +39,6 @@ T = TypeVar("T")
 SILENCE = 90.0
 """Seconds without a sign of life after which a server counts as gone; it gives one every 15."""
 CONNECTING = 15.0
-LONGEST_REFUSAL = 1 << 16
 PATIENCE = 5.0
 
 CLOSED = "this model was closed; build a new one"
@@ -66,6 +66,7 @@ class Remote:
         self._client: httpx.AsyncClient | None = None
         self._description: asyncio.Task[m.Description] | None = None
         self._described: m.Description | None = None
+        self._turns: asyncio.Semaphore | None = None
         self.edits = RemoteEdits(self)
         self._thread.start()
 
@@ -152,7 +153,7 @@ class Remote:
             raise self._unreachable(error) from None
         if answer.is_success:
             return answer.content
-        raise _refusal(answer.status_code, answer.content)
+        raise refusal_of(answer.status_code, answer.content)
 
     @property
     def client(self) -> httpx.AsyncClient:
@@ -206,21 +207,32 @@ class Remote:
     async def _read(self, run: Run) -> None:
         try:
             body = await self._body(run)
-            try:
-                await self._stream(run, body)
-            except (httpx.ConnectError, httpx.RemoteProtocolError) as error:
-                if run.output is not None or run.ledger.through >= 0:
-                    raise
-                with suppress(httpx.HTTPError):  # a kept connection that the server had closed; the run is the same
-                    await self._stream(run, body)
-                    return
-                raise error
+            async with await self._turn():
+                await self._asked(run, body)
         except httpx.HTTPError as error:
             run.fail(self._unreachable(error))
         except wire.WireError as error:
             run.fail(ServerError(f"{self.url} sent what is no answer: {error}"))
         except Exception as error:
             run.fail(error)
+
+    async def _turn(self) -> asyncio.Semaphore:
+        """What lets as many runs go at a time as the server takes of one client; the others wait here."""
+        if self._turns is None:
+            described = await self.describe()
+            self._turns = self._turns or asyncio.Semaphore(described.runs)
+        return self._turns
+
+    async def _asked(self, run: Run, body: bytes) -> None:
+        try:
+            await self._stream(run, body)
+        except (httpx.ConnectError, httpx.RemoteProtocolError) as error:
+            if run.output is not None or run.ledger.through >= 0:
+                raise
+            with suppress(httpx.HTTPError):  # a kept connection that the server had closed; the run is the same
+                await self._stream(run, body)
+                return
+            raise error
 
     async def _body(self, run: Run) -> bytes:
         request, block = run.request, run.block
@@ -246,12 +258,14 @@ class Remote:
     async def _stream(self, run: Run, body: bytes) -> None:
         async with self.client.stream("POST", "/nnsight/v1/runs", content=body, headers=_typed(body)) as answer:
             if answer.status_code != 200:
-                run.fail(_refusal(answer.status_code, await _start_of(answer)))
+                run.fail(refusal_of(answer.status_code, await start_of(answer)))
                 return
-            async for received in wire.messages(answer.aiter_raw(), m.replies, m.REPLY_BOUNDS):
-                _feed(run, received)
-                if run.settled or isinstance(received.body, m.Ended):
-                    return
+            chunks: Any = answer.aiter_raw()
+            async with aclosing(chunks), aclosing(wire.messages(chunks, m.replies, m.REPLY_BOUNDS)) as found:
+                async for received in found:
+                    _feed(run, received)
+                    if run.settled or isinstance(received.body, m.Ended):
+                        return
 
     def _unreachable(self, error: httpx.HTTPError) -> ServerError:
         return ServerError(f"{self.url} cannot be reached, or has gone: {error or type(error).__name__}")
@@ -314,31 +328,3 @@ def _checked(url: str) -> str:
 
 def _typed(content: bytes | None) -> dict[str, str]:
     return {} if content is None else {"content-type": wire.CONTENT_TYPE}
-
-
-async def _start_of(answer: httpx.Response) -> bytes:
-    found = bytearray()
-    async for chunk in answer.aiter_raw():
-        found += chunk
-        if len(found) > LONGEST_REFUSAL:
-            break
-    return bytes(found[:LONGEST_REFUSAL])
-
-
-class _Refused(msgspec.Struct):
-    error: m.Refusal
-
-
-def _refusal(status: int, content: bytes) -> BaseException:
-    """What a local call would raise, where the answer says that; else a `ServerError` with its status."""
-    try:
-        refusal = msgspec.json.decode(content, type=_Refused).error
-    except (msgspec.MsgspecError, RecursionError):
-        refusal = m.Refusal("ServerError", f"the server answered {status}: {content[:200].decode(errors='replace')}")
-    if status == 400 and refusal.kind != "ServerError" and any(name == refusal.kind for _, name in known()):
-        return named(refusal.kind, refusal.message)
-    if refusal.kind == "CaptureError":
-        return named("CaptureError", refusal.message)
-    error = ServerError(refusal.message)
-    error.status = status
-    return error

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Generic, TypeVar, cast
 
@@ -112,7 +112,7 @@ def header_length(data: memoryview, bounds: Bounds) -> int:
 
 async def messages(
     chunks: AsyncIterator[bytes], decoder: msgspec.msgpack.Decoder[T], bounds: Bounds
-) -> AsyncIterator[Received[T]]:
+) -> AsyncGenerator[Received[T]]:
     """The messages of a stream that comes in pieces; `WireError` if it is not made of messages, or ends in one."""
     held = bytearray()
     needed = HEAD.size

@@ -21,6 +21,7 @@ from nnsight_async.runs.shipment import KEY
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import wire
 from nnsight_async.testing.engine import drained
+from nnsight_async.tree.manifest import Manifest, ModuleInfo
 from tests.serve.conftest import LIMITS, key
 
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
@@ -463,15 +464,18 @@ async def test_a_key_has_so_many_runs_at_a_time(guarded_server, vllm_model, llam
         streams = [tracer.stream() for tracer in tracers]
         for stream in streams:
             await anext(stream)
-        with pytest.raises(ServerError, match="8 runs going") as raised:
-            await model.generate([PROMPT], max_tokens=1)
+        waiting = asyncio.ensure_future(model.generate([PROMPT], max_tokens=1))  # one client does not ask for more
+        async with VLLM(llama, mode="async", serve=guarded_server.url, api_key=key("ann")) as another:
+            with pytest.raises(ServerError, match="8 runs going") as raised:
+                await another.generate([PROMPT], max_tokens=1)
         assert raised.value.status == 429
+        assert not waiting.done()
         async with VLLM(llama, mode="async", serve=guarded_server.url, api_key=key("ben")) as other:
             await other.generate([PROMPT], max_tokens=1)
         for tracer in tracers:
             await tracer.cancel()
-        await drained(vllm_model)
-        await model.generate([PROMPT], max_tokens=1)
+        (output,) = await waiting
+        assert output.finished
 
 
 async def leave(port: int, body: bytes, after: int) -> None:
@@ -521,13 +525,14 @@ class Answers(asyncio.Protocol):
     """A server that says the same whatever it is asked."""
 
     answer = b""
+    description = b""
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        head = f"HTTP/1.1 200 OK\r\ncontent-length: {len(self.answer)}\r\n\r\n"
-        self.transport.write(head.encode() + self.answer)
+        answer = self.description if data.startswith(b"GET /nnsight/v1/model") else self.answer
+        self.transport.write(f"HTTP/1.1 200 OK\r\ncontent-length: {len(answer)}\r\n\r\n".encode() + answer)
 
 
 async def test_a_client_unpickles_nothing_whatever_a_server_says(llama, tmp_path):
@@ -546,6 +551,8 @@ async def test_a_client_unpickles_nothing_whatever_a_server_says(llama, tmp_path
         (wire.encode(m.Ended()), ServerError),
         (b"", ServerError),
     ]
+    manifest = Manifest("x", "0", {"": ModuleInfo("", "Model", "Model")})
+    Answers.description = msgspec.msgpack.encode(m.Description(llama, manifest.encode(), True, (3, 11), 4))
     server = await asyncio.get_running_loop().create_server(Answers, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     for answer, expected in answers:

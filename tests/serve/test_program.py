@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from nnsight_async import CaptureError
+from nnsight_async import CaptureError, ShippingError
 from nnsight_async.interleave.tracer import Tracer
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import operations as ops
@@ -142,10 +142,32 @@ def computed(model, tracer):
 def equal(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and len(one) == len(other) and all(map(equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(equal, one.values(), other.values()))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one.float(), other.float())
+    return one == other
 
 
-PROBES = [steered, in_place, projected, collected, lens, conditional, skipped, computed]
+class Settings:
+    scale = 3.0
+
+    @property
+    def layer(self):
+        raise AssertionError("no code of the user's runs while a block is turned into data")
+
+
+CONFIG = Settings()
+KINDS = {"a": [1, (2.5, None)], 3: b"bytes", "t": VECTOR}
+
+
+def carried(model, tracer):
+    found = KINDS.save()
+    scaled = (model.layers[0].output * CONFIG.scale).to(torch.float8_e4m3fn).save()
+    third = KINDS[3].save()
+
+
+PROBES = [carried, steered, in_place, projected, collected, lens, conditional, skipped, computed]
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.__name__)
@@ -223,7 +245,44 @@ def returned(model, tracer):
     return 1
 
 
-OTHERS = [comprehension, lambdas, source, imported, looped, dynamic, named_late, dunder, starred, returned]
+def of_another(model, tracer):
+    x = ANOTHER.layers[0].output.save()
+
+
+def of_another_in_a_list(model, tracer):
+    x = PARTS[0].output.save()
+
+
+def misspelt(model, tracer):
+    x = model.layerz[0].output.save()
+
+
+def by_property(model, tracer):
+    x = model.layers[CONFIG.layer].output.save()
+
+
+def surrogate(model, tracer):
+    x = "\ud800".save()
+
+
+ANOTHER = ModelView(Envoy(msgspec.structs.replace(MANIFEST, repo="another")))
+PARTS = [ANOTHER.layers[0]]
+
+OTHERS = [
+    misspelt,
+    by_property,
+    surrogate,
+    comprehension,
+    lambdas,
+    source,
+    imported,
+    looped,
+    dynamic,
+    named_late,
+    dunder,
+    starred,
+    returned,
+]
 
 
 @pytest.mark.parametrize("probe", OTHERS, ids=lambda probe: probe.__name__)
@@ -231,6 +290,12 @@ def test_everything_else_is_named_with_its_line(probe: Any) -> None:
     with pytest.raises(CaptureError, match=r"test_program\.py, line \d+: `.*` cannot travel as data: ") as raised:
         of_data(probe)
     assert f"line {probe.__code__.co_firstlineno + 1}:" in str(raised.value)
+
+
+@pytest.mark.parametrize("probe", [of_another, of_another_in_a_list], ids=lambda probe: probe.__name__)
+def test_modules_of_another_model_are_not_taken_for_those_of_this(probe: Any) -> None:
+    with pytest.raises(ShippingError, match="belongs to another model"):
+        of_data(probe)
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import torch
 from nnsight_async import (
     VLLM,
     CaptureError,
-    LocationError,
     NotSavedError,
     OutOfOrderError,
     RunCancelledError,
@@ -287,9 +286,12 @@ async def test_what_is_wrong_with_a_call_is_said_there_or_where_it_is_awaited(cl
         await client.generate([PROMPT], temperature=-1.0)
     with pytest.raises(ValueError, match=r"max_model_len|maximum"):
         await client.generate([[1] * 1000])
-    with pytest.raises(LocationError, match="layers"):
-        async with client.trace(PROMPT):
-            x = client.model.layerz[0].output.save()
+    async with client.trace(PROMPT):
+        x = client.model.layerz[0].output.save()
+    with pytest.raises(CaptureError, match=r"did you mean model\.model\.layers"):
+        await x
+    with pytest.raises(ValueError, match="greedy"):
+        client.trace(PROMPT, n=2, temperature=0.0)
 
 
 async def test_what_is_no_data_is_named_where_it_stands(client):
