@@ -1,0 +1,182 @@
+"""The client and the routes over HTTP, with a stand-in for the engine that draws tokens by counting."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+from fastapi import FastAPI
+
+from nnsight_async import VLLM, RunCancelledError, ServerError, SlowConsumerError
+from nnsight_async.runs.frames import Frame
+from nnsight_async.serve.access import LOOPBACK, Gate, Keys
+from nnsight_async.serve.app import Service, router
+from nnsight_async.serve.outputs import Completion, Output
+from nnsight_async.serve.policy import Policy, ServerLimits
+from tests.serve.test_program import MANIFEST
+
+LIMITS = ServerLimits(runs=3, beat=0.05, waiting=1 << 22, run_seconds=5.0)
+
+
+class Counting:
+    """Draws 0, 1, 2, ..., and saves a row of that number under `h` at each step."""
+
+    repo = "toy"
+
+    def __init__(self) -> None:
+        self.going: set[Any] = set()
+        self.most = 0
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.width = 4
+        self.pause = 0.0
+
+    async def alaunch(self, run: Any) -> None:
+        run.ride(())
+        self.going.add(run)
+        self.most = max(self.most, len(self.going))
+        run.ended.once(lambda: self.going.discard(run))
+        task = asyncio.ensure_future(self._draw(run))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _draw(self, run: Any) -> None:
+        count = run.request.params.max_tokens
+        for step in range(count):
+            if run.settled:
+                return
+            last = step == count - 1
+            completion = Completion(0, f" {step}", [step], finish_reason="length" if last else None)
+            run.feed_output(Output("r", None, [1], None, [completion], last))
+            if run.has_blocks:
+                entries = [("h", "set", torch.full((self.width,), float(step)))]
+                run.feed_frame(Frame(run.key, step, entries, done=last, number=step))
+            await asyncio.sleep(self.pause)
+
+
+@pytest.fixture
+def engine() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def url(engine: Counting) -> Iterator[str]:
+    no_edits = SimpleNamespace(edits=SimpleNamespace(installed=()))
+    policy = Policy(MANIFEST, allow_python=False, loras={}, max_model_len=1000)
+    app = FastAPI()
+    app.include_router(router(Service(engine, no_edits, policy, LIMITS)))  # type: ignore[arg-type]
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(Gate(app, Keys([]), LOOPBACK), log_level="error", lifespan="off"))
+    thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[listening]),))
+    thread.start()
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    server.should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
+    listening.close()
+
+
+@pytest.fixture
+async def model(url: str) -> Any:
+    async with VLLM("toy", mode="async", serve=url) as model:
+        yield model
+
+
+async def until(holds: Any) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110 -- what is waited for happens in another thread
+            await asyncio.sleep(0.01)
+
+
+async def test_tokens_and_values_come_in_their_steps(model: Any, engine: Counting) -> None:
+    async with model.trace("x", max_tokens=4) as tracer:
+        h = model.layers[0].output.save()
+    tokens = [token async for token in tracer.stream()]
+    assert [token.id for token in tokens] == [0, 1, 2, 3]
+    assert [token.saves["h"].tolist() for token in tokens] == [[float(step)] * 4 for step in range(4)]
+    assert (await h).tolist() == [3.0] * 4
+    assert (await tracer.result).outputs[0].text == " 0 1 2 3"
+    await until(lambda: not engine.going)
+
+
+async def test_a_client_waits_its_turn(model: Any, engine: Counting) -> None:
+    engine.pause = 0.01
+    outputs = await model.generate(["x"] * 20, max_tokens=5)
+    assert [output.outputs[0].token_ids for output in outputs] == [[0, 1, 2, 3, 4]] * 20
+    assert engine.most == LIMITS.runs
+
+
+async def test_what_another_client_leaves_no_room_for_is_refused(model: Any, engine: Counting, url: str) -> None:
+    engine.pause = 1.0
+    tasks = [asyncio.ensure_future(model.generate(["x"], max_tokens=100)) for _ in range(LIMITS.runs)]
+    await until(lambda: len(engine.going) == LIMITS.runs)
+    async with VLLM("toy", mode="async", serve=url) as another:
+        with pytest.raises(ServerError, match="3 runs going") as raised:
+            await another.generate(["x"], max_tokens=1)
+    assert raised.value.status == 429
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await until(lambda: not engine.going)
+
+
+async def test_who_leaves_aborts_though_nothing_is_being_sent(model: Any, engine: Counting) -> None:
+    engine.pause = 3.0
+    async with model.trace("x", max_tokens=50) as tracer:
+        h = model.layers[0].output.save()
+    async with tracer.stream() as stream:
+        await anext(stream)
+    with pytest.raises(RunCancelledError):
+        await h
+    async with asyncio.timeout(2):  # before the next token
+        await until(lambda: not engine.going)
+
+
+async def test_a_quiet_stream_is_kept_alive_and_a_long_run_is_ended(model: Any, engine: Counting) -> None:
+    engine.pause = 0.5
+    (output,) = await model.generate(["x"], max_tokens=3)
+    assert output.finished
+    engine.pause = 2.0
+    with pytest.raises(TimeoutError, match="a run of more than 5 s"):
+        await model.generate(["x"], max_tokens=100)
+    await until(lambda: not engine.going)
+
+
+async def test_who_does_not_read_is_let_go_and_holds_no_more_than_the_limit(engine: Counting, url: str) -> None:
+    import httpx
+
+    from nnsight_async.runs.carried import rebuilt
+    from nnsight_async.serve import messages as m
+    from nnsight_async.serve import wire
+
+    engine.width = 1 << 18  # a mebibyte each
+    block = {"type": "declared", "statements": [{"kind": "stop"}]}
+    asked = {"type": "run", "id": "f" * 32, "prompt": "x", "sampling": {"max_tokens": 100}, "block": block}
+    async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+        headers = {"content-type": wire.CONTENT_TYPE}
+        async with http.stream("POST", "/nnsight/v1/runs", content=wire.encode(asked), headers=headers) as answer:
+            await until(lambda: not engine.going)  # though nothing has been read
+            data = b"".join([chunk async for chunk in answer.aiter_raw()])
+    assert len(data) < 3 * LIMITS.waiting
+
+    async def whole() -> Any:
+        yield data
+
+    *_, failed, ended = [one.body async for one in wire.messages(whole(), m.replies, m.REPLY_BOUNDS)]
+    assert isinstance(ended, m.Ended)
+    assert isinstance(rebuilt(failed.error), SlowConsumerError)
+
+
+async def test_what_the_server_finds_wrong_is_raised_as_here(model: Any) -> None:
+    with pytest.raises(ValueError, match="temperature"):
+        await model.generate(["x"], temperature=-1.0)
+    with pytest.raises(TypeError, match="seed"):
+        await model.generate(["x"], seed="one")
+    with pytest.raises(ValueError, match="characters"):
+        await model.generate(["x" * 1_000_000], max_tokens=1)
