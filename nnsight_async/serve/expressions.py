@@ -93,13 +93,8 @@ class Expressions:
                 return node.value
             case ast.Name():
                 return self.names.known(node.id)
-            case ast.Attribute():
-                try:
-                    return _attribute(self.known(node.value), node.attr)
-                except LocationError as error:
-                    raise Undeclared(node, str(error)) from None
-            case ast.Subscript():
-                return _item(self.known(node.value), self._known_key(node.slice))
+            case ast.Attribute() | ast.Subscript():
+                return self._known_part(node)
             case ast.UnaryOp(op=ast.USub()):
                 value = self.known(node.operand)
                 return -value if type(value) in (int, float) else ABSENT
@@ -109,6 +104,20 @@ class Expressions:
                 return self._known_call(node)
             case _:
                 return ABSENT
+
+    def _known_part(self, node: ast.Attribute | ast.Subscript) -> Any:
+        owner = self.known(node.value)
+        try:
+            if isinstance(node, ast.Attribute):
+                return _attribute(owner, node.attr)
+            return _item(owner, self._known_key(node.slice))
+        except (
+            LocationError,
+            LookupError,
+            ValueError,
+            TypeError,
+        ) as error:  # which a block of Python raises when it runs
+            raise Undeclared(node, str(error)) from None
 
     def _known_key(self, node: ast.expr) -> Any:
         if not isinstance(node, ast.Slice):

@@ -257,6 +257,14 @@ def misspelt(model, tracer):
     x = model.layerz[0].output.save()
 
 
+def past_the_end(model, tracer):
+    x = model.layers[99].output.save()
+
+
+def past_the_end_of_a_list(model, tracer):
+    x = (model.layers[0].output * WEIGHTS[5]).save()
+
+
 def by_property(model, tracer):
     x = model.layers[CONFIG.layer].output.save()
 
@@ -268,7 +276,11 @@ def surrogate(model, tracer):
 ANOTHER = ModelView(Envoy(msgspec.structs.replace(MANIFEST, repo="another")))
 PARTS = [ANOTHER.layers[0]]
 
+WEIGHTS = [1.0, 2.0]
+
 OTHERS = [
+    past_the_end,
+    past_the_end_of_a_list,
     misspelt,
     by_property,
     surrogate,
