@@ -62,6 +62,8 @@ class TransformersModel(ModelView):
         ValueError: an unknown `mode`, or unknown `slow_consumers`.
     """
 
+    _not_here = "{0} is not supported yet on a TransformersModel"
+
     def __init__(
         self,
         repo: Any,

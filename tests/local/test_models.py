@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_async import EngineClosedError, TransformersModel
+from nnsight_async import EngineClosedError, TransformersModel, UnsupportedError
 from nnsight_async.testing import hf_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -127,3 +127,14 @@ def test_an_error_in_the_middle_of_a_pass_leaves_the_next_one_alone(model):
     with model.trace(PROMPT):
         hidden = model.model.layers[3].output.save()
     assert hidden.shape == (5, 128)
+
+
+def test_what_is_not_there_yet_and_what_is_of_the_caller(model):
+    with pytest.raises(UnsupportedError, match=r"model\.session is not supported yet"):
+        model.session()
+    with pytest.raises(UnsupportedError, match=r"model\.scan cannot be used in a block"), model.trace(PROMPT):
+        model.scan(PROMPT)
+    with pytest.raises(UnsupportedError, match="lora_request"):
+        model.trace(PROMPT, lora_request=object())
+    with pytest.raises(TypeError, match="did you mean 'temperature'"):
+        model.trace(PROMPT, temprature=1.0)

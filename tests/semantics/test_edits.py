@@ -128,7 +128,7 @@ def adds(value: float) -> Any:
 async def test_a_request_chooses_among_those_with_a_name(model):
     async def hidden(**more: Any) -> torch.Tensor:
         async with model.trace(PROMPT, max_tokens=1, **more):
-            value = model.model.layers[1].output[0].save()
+            value = model.model.layers[1].resid_post.save()
         return await value
 
     bare = await hidden()
@@ -259,7 +259,7 @@ async def test_a_list_grows_in_an_edit_and_is_each_requests_own(model):
     def collects(model: Any, tracer: Any) -> None:
         norms = tracer.save([], "norms")
         for step in tracer.iter[:]:
-            norms.append(float(model.model.layers[0].output[0][-1].norm()))
+            norms.append(float(model.model.layers[0].resid_post[-1].norm()))
             outside.append(step)
             tracer.save(len(outside), "count")
 

@@ -96,10 +96,10 @@ def test_write_between_attention_and_mlp(pair):
 
 def test_skip_gives_a_layer_another_output(pair):
     """Skipping a layer by its own input leaves the stream as it was."""
-    layers = pair.layers
+    layers, sums = pair.layers, pair.sums
     with pair.model.trace(PROMPT, max_tokens=1):
         stream = layers[2].resid_pre
-        layers[2].skip((torch.zeros_like(stream), stream) if pair.sums else stream)
+        layers[2].skip((torch.zeros_like(stream), stream) if sums else stream)
         logits = pair.model.logits.save()
     seen: dict[str, Any] = {}
 

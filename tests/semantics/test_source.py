@@ -131,7 +131,7 @@ async def test_an_operation_inside_a_function_that_is_called(model, hf):
     torch.testing.assert_close(torch.cat(await before), seen[-1], **CLOSE)
 
 
-@pytest.mark.parametrize("pair", ["gpt2"], indirect=True)
+@pytest.mark.parametrize("pair", [("vllm", "gpt2")], ids="-".join, indirect=True)
 def test_values_of_gpt2_zeroed_where_they_are_split(pair):
     layer, width = pair.layers[LAYER], pair.hf.config.n_embd
     with pair.model.trace(PROMPT, **GREEDY) as tracer:
