@@ -18,10 +18,9 @@ from nnsight_async.interleave.cache import Cache
 from nnsight_async.interleave.console import REPLACED, Console, warn
 from nnsight_async.interleave.context import BlockGreenlet, UserGreenlet
 from nnsight_async.interleave.foresight import foresee
-from nnsight_async.interleave.locations import Location, expression
+from nnsight_async.interleave.locations import Location
 from nnsight_async.interleave.modes import MODES_CHANGED, Modes
 from nnsight_async.interleave.saving import Saves
-from nnsight_async.interleave.shared import guarded
 from nnsight_async.interleave.tracer import Tracer
 from nnsight_async.interleave.views import FirstArgument, View
 from nnsight_async.interleave.watchdog import Expired, said, timeout_error
@@ -278,7 +277,7 @@ class BlockRun:
 
     def attribute(self, path: str, name: str, default: object) -> Any:
         value = getattr(self.module(path), name, default)
-        return value if value is default else guarded(value, name, expression(path))
+        return value if value is default else self._interleaver.lend(path, name, value)
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.saves.copy_at_once()  # vLLM's norms change what they are given
@@ -315,8 +314,8 @@ class BlockRun:
     def _check(self, event: Location, asked: Location) -> None:
         if self.ended:
             raise GenerationEndedError(f"{asked} was asked for after the last step of the generation")
+        self._interleaver.check(event)
         if event.operation:
-            self._interleaver.sites.check(event)
             self.looks_inside = True
         if self._passed(event):
             raise OutOfOrderError(

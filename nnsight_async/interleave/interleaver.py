@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from nnsight_async.errors import LocationError, NotComputedError, ShapeError, SplitPromptError, UnsupportedError
+from nnsight_async.errors import LocationError, NotComputedError, ShapeError, SplitPromptError
 from nnsight_async.interleave.block import PATIENCE, BlockRun
 from nnsight_async.interleave.cache import Cache
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Kind, Location, expression
@@ -16,6 +17,7 @@ from nnsight_async.interleave.modes import Modes
 from nnsight_async.interleave.order import Order
 from nnsight_async.interleave.rows import Batch, Slab, Span, Written
 from nnsight_async.interleave.setting import Setting
+from nnsight_async.interleave.shared import applicable, guarded, reference
 from nnsight_async.interleave.sites import Sites
 from nnsight_async.interleave.visit import Visit
 from nnsight_async.interleave.waiting import Waiting
@@ -52,7 +54,7 @@ class Interleaver:
         self.order = order
         self.setting = setting or Setting()
         self.model = model
-        self.waiting = Waiting()
+        self.waiting = self._make_waiting()
         self.sites = self.waiting.sites = Sites(root, self)
         self._report = report
         self._aliases = aliases or {}
@@ -70,6 +72,8 @@ class Interleaver:
         """Of the forward pass, as they are before blocks have their turns."""
         self._collecting: dict[Location, list[tuple[BlockRun, Cache]]] = {}
         self.watchdog = Watchdog()
+        self.exchanges = 0
+        """How often other ranks were told what blocks have done."""
 
     # -- driven by the worker --------------------------------------------------------------------------------------
 
@@ -103,13 +107,12 @@ class Interleaver:
         runs = self.waiting.leave(event)
         replaying = self.log.replaying(event)
         rounds = self._rounds(runs) if self._stacked else [runs]
-        slab = self.setting.slab(value, self._batch, event, [self._spans[run] for run in rounds[0]])
+        slab = self._slab(value, event, rounds[0])
         for run in replaying:
             self._replay(run, event, slab)
         value = self._let_visit(rounds[0], event, slab, replaying)
         for others in rounds[1:]:
-            spans = [self._spans[run] for run in others]
-            slab = self.setting.slab(value, self._batch, event, spans, before=slab)
+            slab = self._slab(value, event, others, before=slab)
             value = self._let_visit(others, event, slab)
         collecting = self._collecting.get(event, ())
         for run, cache in collecting:
@@ -117,6 +120,9 @@ class Interleaver:
         if collecting or replaying:
             self.waiting.want(event)
         return value
+
+    def _slab(self, value: Any, event: Location, runs: Iterable[BlockRun], *, before: Slab | None = None) -> Slab:
+        return self.setting.slab(value, self._batch, event, [self._spans[run] for run in runs], before=before)
 
     def _rounds(self, runs: list[BlockRun]) -> list[list[BlockRun]]:
         """Runs of the same request one after the other: each sees what those before it have written."""
@@ -169,6 +175,13 @@ class Interleaver:
         run.dismiss()
         self._report(run)
 
+    def arrive(self, runs: Iterable[BlockRun]) -> None:
+        """The blocks of requests that are new have been loaded, or have failed."""
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Code of blocks runs, outside of their turns."""
+        return nullcontext()
+
     def remembers(self, run: BlockRun) -> bool:
         """Whether writes of `run` would have to be repeated if it were preempted."""
         return self.log.holds(run)
@@ -190,6 +203,11 @@ class Interleaver:
             return location
         return Location(path, kind, location.operation)
 
+    def check(self, event: Location) -> None:
+        """Raise what says why a block cannot wait for `event`, where that is known."""
+        if event.operation:
+            self.sites.check(event)
+
     def events_of(self, modules: Iterable[Any] | None, include_inputs: bool) -> list[Location]:
         """The events at which the modules (or their paths; None: all that are called) return, or are entered too."""
         chosen = self.order.called() if modules is None else [self._path(module) for module in modules]
@@ -197,7 +215,7 @@ class Interleaver:
         return [self.event(Location(path, kind)) for path in chosen for kind in kinds]
 
     def _path(self, module: Any) -> str:
-        path = module if isinstance(module, str) else _reference(module)
+        path = module if isinstance(module, str) else reference(module)
         if path is None or self.sites.module(path) is None:
             raise LocationError(f"the model has no module {module!r}")
         return path
@@ -208,19 +226,21 @@ class Interleaver:
             raise LocationError(f"the model has no module {path!r}")
         return module
 
+    def lend(self, path: str, name: str, value: Any) -> Any:
+        """An attribute of a real module as a block may have it."""
+        return guarded(value, name, expression(path))
+
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self.module(path)
-        if any(hasattr(part, "kv_cache") for part in module.modules()):
-            raise UnsupportedError(
-                f"{expression(path)} holds an attention layer, which writes the key-value cache of the requests in "
-                "this step; only modules without attention can be applied inside a block"
-            )
+        module = applicable(self.module(path), path)
         return module(*map(self._real, args), **{name: self._real(value) for name, value in kwargs.items()})
 
     def _real(self, value: Any) -> Any:
         """The module that a path of the tree stands for; anything else as it is."""
-        path = _reference(value)
+        path = reference(value)
         return value if path is None else self.module(path)
+
+    def _make_waiting(self) -> Waiting:
+        return Waiting()
 
     # -- the turns -------------------------------------------------------------------------------------------------
 
@@ -314,16 +334,6 @@ class Interleaver:
 
 def _part(run: BlockRun) -> int:
     return run.part
-
-
-def _reference(value: Any) -> str | None:
-    """The path of a module of the tree; None for anything else."""
-    reference = getattr(type(value), "__block_reference__", None)
-    match reference(value) if reference is not None else None:
-        case ("module", path):
-            return path
-        case _:
-            return None
 
 
 def _split(run: BlockRun, span: Span) -> SplitPromptError:

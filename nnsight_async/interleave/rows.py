@@ -237,12 +237,7 @@ class Slab:
     def _replace(self, value: Any, path: Path, writes: list[Write]) -> Any:
         if not path:
             return self._written(value, writes)
-        index, rest = path[0], path[1:]
-        if isinstance(value, Mapping):
-            return {**value, index: self._replace(value[index], rest, writes)}
-        items = list(value)
-        items[index] = self._replace(items[index], rest, writes)
-        return _rebuild(value, items)
+        return exchanged(value, path[0], self._replace(value[path[0]], path[1:], writes))
 
     def _written(self, tensor: torch.Tensor, writes: list[Write]) -> torch.Tensor:
         if id(tensor) not in self._ours:
@@ -285,6 +280,15 @@ def part(value: Any, path: Path) -> Any:
     for index in path:
         value = value[index]
     return value
+
+
+def exchanged(value: Any, index: Any, item: Any) -> Any:
+    """`value` with another item at `index`."""
+    if isinstance(value, Mapping):
+        return {**value, index: item}
+    items = list(value)
+    items[index] = item
+    return _rebuild(value, items)
 
 
 def _rebuild(like: Any, items: list[Any]) -> Any:

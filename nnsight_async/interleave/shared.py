@@ -8,7 +8,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from nnsight_async.errors import IsolationError
+from nnsight_async.errors import IsolationError, UnsupportedError
+from nnsight_async.interleave.locations import expression
 
 READING = frozenset({"parameters", "named_parameters", "buffers", "named_buffers", "state_dict"})
 """Methods of a module that give its tensors."""
@@ -64,6 +65,26 @@ def guarded(value: Any, name: str, where: str) -> Any:
     if name in READING and callable(value):
         return _reading(value)
     return value
+
+
+def applicable(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    """A module that a block may apply; `UnsupportedError` for another."""
+    if any(hasattr(part, "kv_cache") for part in module.modules()):
+        raise UnsupportedError(
+            f"{expression(path)} holds an attention layer, which writes the key-value cache of the requests in "
+            "this step; only modules without attention can be applied inside a block"
+        )
+    return module
+
+
+def reference(value: Any) -> str | None:
+    """The path of a module of the tree; None for anything else."""
+    refer = getattr(type(value), "__block_reference__", None)
+    match refer(value) if refer is not None else None:
+        case ("module", path):
+            return path
+        case _:
+            return None
 
 
 def _reading(method: Callable[..., Any]) -> Callable[..., Any]:

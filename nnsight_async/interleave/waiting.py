@@ -21,14 +21,14 @@ class Waiting(dict[Location, "list[BlockRun]"]):
         if isinstance(run.waits, Location) and not run.finished:
             self.want(run.waits).append(run)
             if run.looks_inside:
-                self.sites.watch(run.waits)
+                self._watch(run.waits)
 
     def leave(self, event: Location) -> list[BlockRun]:
         """The runs that wait for `event`, which has come: they do no more."""
         runs = self.pop(event)
         for run in runs:
             if run.looks_inside:
-                self.sites.rest(event)
+                self._rest(event)
         self._release(event)
         return runs
 
@@ -37,8 +37,7 @@ class Waiting(dict[Location, "list[BlockRun]"]):
         runs = self.get(event)
         if runs is None:
             runs = self[event] = []
-            if event.in_model:
-                self.sites.want(event)
+            self._enter(event)
         return runs
 
     def forget(self, run: BlockRun) -> None:
@@ -46,7 +45,7 @@ class Waiting(dict[Location, "list[BlockRun]"]):
         if isinstance(run.waits, Location) and run in self.get(run.waits, ()):
             self[run.waits].remove(run)
             if run.looks_inside:
-                self.sites.rest(run.waits)
+                self._rest(run.waits)
             self.drop(run.waits)
 
     def drop(self, event: Location) -> None:
@@ -55,6 +54,16 @@ class Waiting(dict[Location, "list[BlockRun]"]):
             del self[event]
             self._release(event)
 
+    def _enter(self, event: Location) -> None:
+        if event.in_model:
+            self.sites.want(event)
+
     def _release(self, event: Location) -> None:
         if event.in_model:
             self.sites.release(event)
+
+    def _watch(self, event: Location) -> None:
+        self.sites.watch(event)
+
+    def _rest(self, event: Location) -> None:
+        self.sites.rest(event)

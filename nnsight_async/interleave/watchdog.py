@@ -7,6 +7,8 @@ import math
 import signal
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import greenlet
@@ -48,6 +50,7 @@ class Watchdog:
         self._deadline = math.inf
         self._strikes = 0
         self._abandoned = False
+        self._held = False
         self._main = threading.main_thread().ident
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -65,6 +68,16 @@ class Watchdog:
         """The turn is over."""
         self._deadline = math.inf
         self.seconds += time.monotonic() - self._began
+
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """Nothing is raised meanwhile in the block that runs now, which is at something that must be done whole."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        self.strike()
 
     def abandoned(self) -> bool:
         """Whether the block did not end its last turn itself. It must never be entered again."""
@@ -90,7 +103,7 @@ class Watchdog:
     def strike(self) -> None:
         """Raise `Expired` in the block that runs now, or go on without it. Called in the main thread, at any time."""
         stuck = greenlet.getcurrent()
-        if not isinstance(stuck, UserGreenlet) or time.monotonic() <= self._deadline:
+        if self._held or not isinstance(stuck, UserGreenlet) or time.monotonic() <= self._deadline:
             return
         self._strikes += 1
         self.total += 1

@@ -73,18 +73,23 @@ class Heads:
     def __getitem__(self, head: int) -> Head:
         return Head(self, head)
 
-    def group(self) -> int:
-        """How many query heads share one head of keys and values."""
-        module: Any = current().module(self._path)
-        return module.num_heads // module.num_kv_heads
+    def grouped(self, number: int, head: int) -> Any:
+        """The head of keys or values that the query head `head` looks at."""
+        arguments = current().read(Location(self._path, "inputs"))
+        queries, rows = (self._split(_argument(arguments, which)) for which in (QUERY, number))
+        return rows[:, head * rows.shape[1] // queries.shape[1]]
 
     def _argument(self, number: int) -> Any:
-        args, kwargs = current().read(Location(self._path, "inputs"))
-        return self._split(args[number] if number < len(args) else kwargs[("query", "key", "value")[number]])
+        return self._split(_argument(current().read(Location(self._path, "inputs")), number))
 
     def _split(self, rows: Any) -> Any:
         module: Any = current().module(self._path)
         return rows.view(rows.shape[0], -1, module.head_size)
+
+
+def _argument(arguments: Any, number: int) -> Any:
+    args, kwargs = arguments
+    return args[number] if number < len(args) else kwargs[("query", "key", "value")[number]]
 
 
 class Head:
@@ -114,19 +119,19 @@ class Head:
 
     @property
     def k(self) -> Any:
-        return self._heads.k[:, self._number // self._heads.group()]
+        return self._heads.grouped(KEY, self._number)
 
     @k.setter
     def k(self, value: Any) -> None:
-        self._heads.k[:, self._number // self._heads.group()] = value
+        self.k[:] = value
 
     @property
     def v(self) -> Any:
-        return self._heads.v[:, self._number // self._heads.group()]
+        return self._heads.grouped(VALUE, self._number)
 
     @v.setter
     def v(self, value: Any) -> None:
-        self._heads.v[:, self._number // self._heads.group()] = value
+        self.v[:] = value
 
 
 def heads_below(manifest: Manifest, path: str) -> Heads:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from nnsight_async.tree.walk import paths_by_module
 
@@ -21,13 +21,19 @@ class Calls(NamedTuple):
     exits: tuple[int, ...]
 
 
-def record(model: torch.nn.Module, run: Callable[[], object]) -> dict[str, Calls]:
+class Observe(Protocol):
+    """Is shown what passes: the first path of a module, "inputs" or "output", and the value."""
+
+    def __call__(self, path: str, kind: Literal["inputs", "output"], value: Any, /) -> None: ...
+
+
+def record(model: torch.nn.Module, run: Callable[[], object], observe: Observe | None = None) -> dict[str, Calls]:
     """Call `run`, which is to make one forward pass, and return the calls of every module that it called, by path.
 
     A module with several paths has all its calls under the first, and under each other path those made by the parent
     in that path. The model is left as it was, also when `run` raises.
     """
-    calls = CallOrder()
+    calls = CallOrder(observe)
     with ExitStack() as patches:
         for module, paths in paths_by_module(model):
             patches.enter_context(_watched(module, paths, calls))
@@ -38,7 +44,8 @@ def record(model: torch.nn.Module, run: Callable[[], object]) -> dict[str, Calls
 class CallOrder:
     """Counts entries and exits and knows which modules are running."""
 
-    def __init__(self) -> None:
+    def __init__(self, observe: Observe | None = None) -> None:
+        self._observe = observe
         self._clock = 0
         self._running: list[str] = []
         self._calls: dict[str, list[tuple[int, int]]] = {}
@@ -49,7 +56,12 @@ class CallOrder:
         begin = self._tick()
         self._running.append(path)
         try:
-            return forward(*args, **kwargs)
+            if self._observe is None:
+                return forward(*args, **kwargs)
+            self._observe(paths[0], "inputs", (args, kwargs))
+            output = forward(*args, **kwargs)
+            self._observe(paths[0], "output", output)
+            return output
         finally:
             self._running.pop()
             span = (begin, self._tick())

@@ -10,7 +10,7 @@ from nnsight_async.errors import AdapterError
 from nnsight_async.worker.entries import around, require
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import NewRequestData
@@ -20,7 +20,12 @@ class Loader(Protocol):
     """The methods of vLLM's worker."""
 
     def add_lora(self, lora_request: LoRARequest, /) -> Any: ...
+    def remove_lora(self, lora_id: int, /) -> Any: ...
     def list_loras(self) -> set[int]: ...
+
+
+def _alone(failure: str | None) -> Sequence[str | None]:
+    return [failure]
 
 
 class Adapters:
@@ -30,9 +35,15 @@ class Adapters:
     request that goes on, and reads it again in the midst of a step, when its files may be gone.
     """
 
-    def __init__(self, loader: Loader, manager: Any = None) -> None:
-        """`manager` is vLLM's, if adapters are enabled (`WorkerLoRAManager`, 0.32, 0.33)."""
+    def __init__(
+        self, loader: Loader, manager: Any = None, agree: Callable[[str | None], Sequence[str | None]] = _alone
+    ) -> None:
+        """`manager` is vLLM's, if adapters are enabled (`WorkerLoRAManager`, 0.32, 0.33).
+
+        `agree` returns what went wrong on each rank, given what did on this one; all ranks load the same.
+        """
         self._loader = loader
+        self._agree = agree
         self._loaded: dict[int, Any] = {}
         self._used: dict[str, int] = {}
         """By request, the number of its adapter."""
@@ -66,13 +77,19 @@ class Adapters:
 
     def load(self, lora: LoRARequest) -> None:
         """Load an adapter that is not there yet; `AdapterError` says why it cannot be."""
+        if not lora.load_inplace and lora.lora_int_id in self._loader.list_loras():
+            return
+        cause: Exception | None = None
         try:
-            if lora.load_inplace or lora.lora_int_id not in self._loader.list_loras():
-                self._loader.add_lora(lora)
+            self._loader.add_lora(lora)
         except Exception as error:
-            raise AdapterError(
-                f"the LoRA adapter {lora.lora_name!r} at {lora.lora_path} cannot be loaded: {error}"
-            ) from error
+            cause = error
+        failures = [failure for failure in self._agree(None if cause is None else str(cause)) if failure is not None]
+        if failures:
+            if cause is None:  # all have it, or none
+                self._loader.remove_lora(lora.lora_int_id)
+            what = f"the LoRA adapter {lora.lora_name!r} at {lora.lora_path}"
+            raise AdapterError(f"{what} cannot be loaded: {failures[0]}") from cause
 
     def _remembered(self, load: Callable[[LoRARequest], Any]) -> Callable[[LoRARequest], Any]:
         def entered(lora: LoRARequest) -> Any:

@@ -75,6 +75,10 @@ class Blocks:
             raise trial.error
         self._edits[number] = edit
 
+    def receive(self, digest: bytes, size: int, start: int, piece: bytes) -> None:
+        """Take in a piece of a constant."""
+        self.constants.receive(digest, size, start, piece)
+
     def clear(self, numbers: Sequence[int]) -> None:
         """End edits, in the requests that run them now too."""
         for number in numbers:
@@ -92,6 +96,7 @@ class Blocks:
             failure = self._adapters.provide(request, again=again)
             if not again and self._arrive(request, failure):
                 self._recycling.arrive(request)
+                self.interleaver.arrive(self._runs[request.req_id])
         if self._runs:
             self._part(scheduled.finished_req_ids)
         if scheduled.finished_req_ids:
@@ -187,12 +192,13 @@ class Blocks:
 
     def _prepare(self, run: BlockRun, block: bytes) -> None:
         model = self.interleaver.model
-        run.prepare(
-            lambda: load(block, lambda reference: resolved(reference, model, run), self._device, self.constants.own)
-        )
+        with self.interleaver.apart():
+            run.prepare(
+                lambda: load(block, lambda reference: resolved(reference, model, run), self._device, self.constants.own)
+            )
 
     def _part(self, finished: Iterable[str]) -> None:
-        for request in finished:
+        for request in sorted(finished):  # in one order on all ranks
             runs = self._runs.pop(request, None)
             if runs is not None:
                 with torch.inference_mode():  # as in the steps, or their tensors could not be changed in place any more

@@ -84,6 +84,28 @@ class Outbox:
         sender.close()
 
 
+class NoOutbox(Outbox):
+    """That of a rank on which no block runs: it has nothing to say."""
+
+    def __init__(self, address: str, device: torch.device) -> None:
+        pass
+
+    def report(self, run: BlockRun) -> None:
+        pass
+
+    def say(self, key: int, part: int, error: Exception | None) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def mark(self, address: str, number: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 def _encoded(message: Message, flats: list[torch.Tensor], copied: torch.cuda.Event | None) -> list[frames.Buffer]:
     try:
         if copied is not None:

@@ -17,7 +17,6 @@ def refuse(config: Any) -> None:
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "data parallelism": parallel.data_parallel_size > 1,
         "pooling models": config.model_config.runner_type == "pooling",
-        "tensor parallelism (not yet)": parallel.tensor_parallel_size > 1,
         "pipeline parallelism (not yet)": parallel.pipeline_parallel_size > 1,
     }
     found = [name for name, asked in reasons.items() if asked]

@@ -10,7 +10,7 @@ import vllm
 from vllm.lora.request import LoRARequest
 
 from nnsight_async.interleave.console import keep_warnings
-from nnsight_async.interleave.interleaver import Interleaver, Limits
+from nnsight_async.interleave.interleaver import Limits
 from nnsight_async.runs import failures
 from nnsight_async.runs.frames import inbox_address
 from nnsight_async.tree.describe import describe
@@ -21,10 +21,12 @@ from nnsight_async.tree.record import record
 from nnsight_async.worker.adapters import Adapters
 from nnsight_async.worker.blocks import Blocks, Edit
 from nnsight_async.worker.entries import around
+from nnsight_async.worker.following import FollowingBlocks
 from nnsight_async.worker.last_words import HOME, spoken
-from nnsight_async.worker.outbox import Outbox
+from nnsight_async.worker.outbox import NoOutbox, Outbox
 from nnsight_async.worker.recycling import Recycling
 from nnsight_async.worker.refuse import refuse
+from nnsight_async.worker.tensor_parallel import TensorParallel
 from nnsight_async.worker.v1 import V1Entry
 from nnsight_async.worker.v2 import V2Entry
 
@@ -89,7 +91,7 @@ class BlockWorker:
     def nnsight_receive(self, digest: bytes, size: int, start: int, piece: bytes) -> str | None:
         """Take in a piece of a constant; returns what went wrong (vLLM would log it as a fault of the engine)."""
         try:
-            self.nnsight_blocks.constants.receive(digest, size, start, piece)
+            self.nnsight_blocks.receive(digest, size, start, piece)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
@@ -138,6 +140,7 @@ class BlockWorker:
             "block_seconds": interleaver.watchdog.seconds,
             "strikes": interleaver.watchdog.total,
             "replays": interleaver.log.replays,
+            "exchanges": interleaver.exchanges,
             "constants": self.nnsight_blocks.constants.count,
             "constant_bytes": self.nnsight_blocks.constants.bytes,
         }
@@ -157,19 +160,23 @@ class BlockWorker:
         def forward() -> None:
             model.compute_logits(entry.dummy_forward(runner)[:1])
 
-        calls = record(model, forward)
+        group = TensorParallel.of(runner)
+        calls = record(model, forward, group.observed)
         manifest = describe(model, repo=runner.model_config.model, vllm_version=vllm.__version__, calls=calls)
         self.nnsight_manifest = manifest
-        self.nnsight_outbox = Outbox(inbox_address(os.environ[HOME]), runner.device)
+        outbox = Outbox if group.leads else NoOutbox
+        self.nnsight_outbox = outbox(inbox_address(os.environ[HOME]), runner.device)
         view = ModelView(Envoy(manifest))
         limits = Limits(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
-        interleaver = Interleaver(
+        interleaver = group.interleaver(
             model, order_of(manifest), self.nnsight_outbox.report, view, aliases_of(manifest), limits
         )
         cache = self.vllm_config.cache_config  # type: ignore[attr-defined]
         recycling = Recycling(model, cache.num_gpu_blocks, cache.block_size)
         keep_warnings()
-        self.nnsight_adapters = Adapters(self, getattr(runner, "lora_manager", None))  # type: ignore[arg-type]
-        self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, runner.device, recycling, self.nnsight_adapters)
+        manager = getattr(runner, "lora_manager", None)
+        self.nnsight_adapters = Adapters(self, manager, group.agree)  # type: ignore[arg-type]
+        blocks = Blocks if group.leads else FollowingBlocks
+        self.nnsight_blocks = blocks(interleaver, self.nnsight_outbox, runner.device, recycling, self.nnsight_adapters)
         entry(runner, self.nnsight_blocks)
         self.nnsight_runner = entry.__name__

@@ -49,18 +49,19 @@ class Norm(torch.nn.Module):
         return normed if residual is None else (normed, stream)
 
 
-class Rotary(torch.nn.Module):
+class RotaryEmbedding(torch.nn.Module):
     def forward(self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         turn = 1 + 0.5 * torch.sin(positions.to(q.dtype))[:, None]
         return q * turn, k * turn
 
 
 class Attention(torch.nn.Module):
-    num_heads, num_kv_heads, head_size = HEADS, KV_HEADS, SIZE
+    head_size = SIZE
 
     def __init__(self, cache: KeyValues, layer: int) -> None:
         super().__init__()
         self.cache, self.layer = cache, layer
+        self.num_heads, self.num_kv_heads = HEADS, KV_HEADS
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(query)
@@ -74,7 +75,7 @@ class Attention(torch.nn.Module):
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The last `len(q)` of `len(k)` tokens look at themselves and what is before them."""
     q, k, v = (rows.view(len(rows), -1, SIZE).transpose(0, 1) for rows in (q, k, v))
-    k, v = (heads.repeat_interleave(HEADS // KV_HEADS, 0) for heads in (k, v))
+    k, v = (heads.repeat_interleave(len(q) // len(heads), 0) for heads in (k, v))
     unseen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(k.shape[1] - q.shape[1] + 1)
     scores = (q @ k.transpose(1, 2) / SIZE**0.5).masked_fill(unseen, float("-inf"))
     return (scores.softmax(-1) @ v).transpose(0, 1).flatten(1)
@@ -87,7 +88,7 @@ def linear(inputs: int, outputs: int) -> torch.nn.Linear:
 
 
 class SelfAttention(torch.nn.Module):
-    def __init__(self, cache: KeyValues, layer: int, rotary: Rotary) -> None:
+    def __init__(self, cache: KeyValues, layer: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.qkv_proj = linear(WIDTH, (HEADS + 2 * KV_HEADS) * SIZE)
         self.o_proj = linear(HEADS * SIZE, WIDTH)
@@ -96,7 +97,8 @@ class SelfAttention(torch.nn.Module):
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
         qkv = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([HEADS * SIZE, KV_HEADS * SIZE, KV_HEADS * SIZE], dim=-1)
+        heads, kv_heads = self.attn.num_heads * SIZE, self.attn.num_kv_heads * SIZE
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=-1)
         q, k = self.rotary_emb(positions, q, k)
         attended = self.attn(q, k, v)
         return self.o_proj(attended)
@@ -112,7 +114,7 @@ class MLP(torch.nn.Module):
 
 
 class Layer(torch.nn.Module):
-    def __init__(self, cache: KeyValues, layer: int, rotary: Rotary) -> None:
+    def __init__(self, cache: KeyValues, layer: int, rotary: RotaryEmbedding) -> None:
         super().__init__()
         self.self_attn = SelfAttention(cache, layer, rotary)
         self.mlp = MLP()
@@ -134,7 +136,7 @@ class Layer(torch.nn.Module):
 class Decoder(torch.nn.Module):
     def __init__(self, cache: KeyValues) -> None:
         super().__init__()
-        rotary = Rotary()
+        rotary = RotaryEmbedding()
         self.embed_tokens = torch.nn.Embedding(VOCABULARY, WIDTH)
         self.layers = torch.nn.ModuleList([Layer(cache, number, rotary) for number in range(LAYERS)])
         self.norm = Norm()

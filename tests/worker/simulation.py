@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -87,23 +87,24 @@ class Served:
 
 class Simulation:
     def __init__(self) -> None:
-        self.model = Causal()
         self.letters = Letters()
         self.requests: dict[str, Served] = {}
         self._finished: set[str] = set()
         self.replayed = 0
+        self.build()
+
+    def build(self) -> None:
+        self.model = Causal()
         calls = record(self.model, self._dummy)
-        self._order = describe(self.model, calls=calls)
-        view = ModelView(Envoy(self._order))
-        self.interleaver = Interleaver(
-            self.model,
-            order_of(self._order),
-            self.letters.report,
-            view,
-            aliases_of(self._order),
-            Limits(VOCABULARY, 256),
+        self.blocks = self.blocks_for(calls, Interleaver)
+
+    def blocks_for(self, calls: Any, make: Callable[..., Interleaver], kind: type[Blocks] = Blocks) -> Blocks:
+        manifest = describe(self.model, calls=calls)
+        view = ModelView(Envoy(manifest))
+        interleaver = make(
+            self.model, order_of(manifest), self.letters.report, view, aliases_of(manifest), Limits(VOCABULARY, 256)
         )
-        self.blocks = Blocks(self.interleaver, self.letters, torch.device("cpu"), NoCache(), NoAdapters())  # type: ignore[arg-type]
+        return kind(interleaver, self.letters, torch.device("cpu"), NoCache(), NoAdapters())  # type: ignore[arg-type]
 
     def _dummy(self) -> None:
         self.model.compute_logits(self.model(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long)))
@@ -128,14 +129,21 @@ class Simulation:
         """Drop what has been computed of a request; all its tokens come once more when it is next in a step."""
         self.replayed += served.computed > 0
         served.computed = 0
-        self.model.cache.drop(served.name)
+        self.drop(served.name)
 
     def finish(self, served: Served) -> None:
         """The worker is told with the next step that a request is over."""
         if not served.finished:
             self._finished.add(served.name)
         served.finished = True
-        self.model.cache.drop(served.name)
+        self.drop(served.name)
+
+    def drop(self, request: str) -> None:
+        """Nothing that has been computed of the request is kept."""
+        self.model.cache.drop(request)
+
+    def schedule(self, scheduled: Any) -> None:
+        self.blocks.schedule(scheduled)
 
     def step(self, present: Iterable[Served]) -> dict[str, int]:
         """One forward pass over requests, in this order; returns the tokens drawn."""
@@ -148,13 +156,14 @@ class Simulation:
             ids += tokens
             positions += range(served.computed, served.computed + len(tokens))
             served.computed += len(tokens)
-        self.model.cache.parts = parts
-        return self._forward(present, parts, torch.tensor(ids), torch.tensor(positions)) if present else {}
+        if not present:
+            return {}
+        samples = self.forward(parts, torch.tensor(ids), torch.tensor(positions))
+        return {served.name: int(sample) for served, sample in zip(present, samples, strict=True)}
 
     @torch.inference_mode()
-    def _forward(
-        self, present: list[Served], parts: list[Part], ids: torch.Tensor, positions: torch.Tensor
-    ) -> dict[str, int]:
+    def forward(self, parts: list[Part], ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        self.model.cache.parts = parts
         starts = [part.start for part in parts] + [parts[-1].stop]
         names = [part.request for part in parts]
         self.blocks.begin_step(Composition(names, starts, [part.computed for part in parts], len(ids)))
@@ -163,7 +172,7 @@ class Simulation:
         logits = self.blocks.logits(self.model.compute_logits(hidden[torch.tensor(starts[1:]) - 1]))
         samples = self.blocks.samples(logits.argmax(-1, keepdim=True).to(torch.int32))
         self.blocks.end_step()
-        return {served.name: int(sample) for served, sample in zip(present, samples, strict=True)}
+        return samples
 
     def _announce(self, present: list[Served]) -> None:
         new = [served for served in present if not served.arrived]
@@ -176,7 +185,7 @@ class Simulation:
             for each in new
         ]
         scheduled: Any = SimpleNamespace(scheduled_new_reqs=arriving, finished_req_ids=self._finished)
-        self.blocks.schedule(scheduled)
+        self.schedule(scheduled)
         self._finished = set()
 
     # -- what comes back -------------------------------------------------------------------------------------------
