@@ -61,13 +61,16 @@ class Observed:
             place: (tuple(self._tensors[place].shape), figures.tolist()) for place, figures in self._figures.items()
         }
         ranks: list[Mapping[tuple[Location, Path], Print]] = compare(prints)
-        known = {id(self._tensors[place]): layout for place, layout in self._ruled.items() if layout is not None}
+        ruled = {id(self._tensors[place]): place for place, layout in self._ruled.items() if layout is not None}
         layouts = Layouts()
         layouts.called = called_modules(self._modules)
         for place, tensor in self._tensors.items():
-            layout = self._ruled[place] if place in self._ruled else known.get(id(tensor))
-            if layout is None and place not in self._ruled and not _same([rank.get(place) for rank in ranks]):
-                layout = Unknown()
+            if place in self._ruled:
+                layout = self._ruled[place]
+            elif (other := ruled.get(id(tensor))) is not None and all(rank[other] == rank[place] for rank in ranks):
+                layout = self._ruled[other]  # the same tensor, in which nothing was added up meanwhile
+            else:
+                layout = None if _same([rank.get(place) for rank in ranks]) else Unknown()
             if layout is not None:
                 event, path = place
                 layouts[event] = {**layouts.at(event), path: layout}
