@@ -23,6 +23,7 @@ from nnsight_async.engine.sampling import settings
 from nnsight_async.engine.settings import check_names, engine_settings, is_elsewhere, model_name
 from nnsight_async.engine.spans import spans_of
 from nnsight_async.errors import EngineClosedError, UnsupportedError
+from nnsight_async.runs.aside import aside
 from nnsight_async.runs.body import caller, loop_is_running
 from nnsight_async.runs.edit import Edit, EditBody, Installed
 from nnsight_async.runs.generation import Generation
@@ -482,18 +483,7 @@ class VLLM(ModelView):
         return self._engine
 
     async def _build_aside(self) -> None:
-        """`_build`, in a thread for which nobody waits at the end of the event loop or of the interpreter."""
-        built: Future[Engine] = Future()
-        threading.Thread(target=_fulfil, args=(built, self._build), name="nnsight-build", daemon=True).start()
-        await asyncio.wrap_future(built)
-
-
-def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
-    future.set_running_or_notify_cancel()
-    try:
-        future.set_result(function())
-    except BaseException as error:
-        future.set_exception(error)
+        await aside(self._build, "nnsight-build")
 
 
 def _end(engine: Engine) -> None:
