@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 from nnsight_async.capture.entered import is_entered
 from nnsight_async.capture.function import from_function
@@ -18,30 +17,30 @@ from nnsight_async.local.invokes import LocalInvokeTrace
 from nnsight_async.local.prompts import given_prompt
 from nnsight_async.local.sampling import generation_defaults, settings
 from nnsight_async.local.scan import Scanner
-from nnsight_async.runs.body import caller, loop_is_running
-from nnsight_async.runs.edit import Edit, EditBody, Installed
+from nnsight_async.runs.body import caller
 from nnsight_async.runs.generation import Generation
 from nnsight_async.runs.group import planned
 from nnsight_async.runs.handle import ProbeRun
 from nnsight_async.runs.invokes import ABSENT
 from nnsight_async.runs.map import Map
+from nnsight_async.runs.surface import Mode, Surface
 from nnsight_async.runs.trace import Trace
 from nnsight_async.runs.window import Window
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
 
 if TYPE_CHECKING:
+    from nnsight_async.runs.edit import Installed
     from nnsight_async.runs.history import SlowConsumers
     from nnsight_async.runs.job import Job
     from nnsight_async.runs.request import Request
 
 T = TypeVar("T")
-Mode = Literal["sync", "async"]
 GENERATED = 20
 """How many tokens `generate` draws if nobody says, as in transformers."""
 
 
-class TransformersModel(ModelView):
+class TransformersModel(Surface, ModelView):
     """A model of transformers in this process, open to blocks of Python that read and edit its activations.
 
     `trace` is one forward pass and `generate` many. Values are flat, `[tokens, width]`, as on vLLM. Weights are frozen;
@@ -121,27 +120,13 @@ class TransformersModel(ModelView):
         self._held.close()
         self._scanner.close()
 
-    async def aclose(self) -> None:
-        """`close`, without blocking the event loop."""
-        await asyncio.to_thread(self.close)
-
     def __enter__(self) -> Self:
         self._build()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     async def __aenter__(self) -> Self:
         await asyncio.to_thread(self._build)
         return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
@@ -221,24 +206,7 @@ class TransformersModel(ModelView):
         """
         if isinstance(probe, str):
             probe, name = None, probe
-        if probe is None:
-            return EditBody(self, name, rowwise=False, asynchronous=self.mode == "async")
-        installed = Installed(from_function(probe, self.owners()), name, False)
-        if self.mode == "async":
-            return self._ainstalled(installed)
-        self.install(installed)
-        return Edit(self).attach(installed)
-
-    @property
-    def edits(self) -> tuple[Edit, ...]:
-        """The edits that are installed, in the order in which they run."""
-        engine = self._held.engine
-        installed = engine.edits.installed if engine is not None and not self._held.closed else ()
-        return tuple(Edit(self).attach(each) for each in installed)
-
-    def clear_edits(self) -> Any:
-        """End all edits, for runs that go on too; in async mode, `await model.clear_edits()`."""
-        return self.uninstall(None)
+        return self._edit(None if probe is None else from_function(probe, self.owners()), name)
 
     def install(self, edit: Installed) -> None:
         """Install an edit, loading the weights first if need be."""
@@ -248,19 +216,13 @@ class TransformersModel(ModelView):
         """`install`, without blocking the event loop."""
         await asyncio.to_thread(self.install, edit)
 
-    def uninstall(self, edits: Iterable[Installed] | None) -> Any:
-        """End edits (None: all); on a model of mode "async", to be awaited where an event loop runs."""
-        done: Future[None] = Future()
+    def _installed(self) -> Sequence[Installed]:
         engine = self._held.engine
-        if engine is None or self._held.closed:
-            done.set_result(None)
-        else:
-            done = engine.clear(None if edits is None else [edit.number for edit in edits])
-        return asyncio.wrap_future(done) if self.mode == "async" and loop_is_running() else done.result()
+        return engine.edits.installed if engine is not None and not self._held.closed else ()
 
-    async def _ainstalled(self, edit: Installed) -> Edit:
-        await self.ainstall(edit)
-        return Edit(self).attach(edit)
+    def _clear(self, numbers: list[int] | None) -> Future[None] | None:
+        engine = self._held.engine
+        return None if engine is None or self._held.closed else engine.clear(numbers)
 
     # -- for runs --------------------------------------------------------------------------------------------------
 

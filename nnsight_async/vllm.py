@@ -8,8 +8,7 @@ import threading
 import weakref
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Self, TypeVar, cast, overload
 
 from nnsight_async.capture.entered import is_entered
 from nnsight_async.capture.function import from_function
@@ -25,7 +24,6 @@ from nnsight_async.engine.spans import spans_of
 from nnsight_async.errors import EngineClosedError, UnsupportedError
 from nnsight_async.runs.aside import aside
 from nnsight_async.runs.body import caller, loop_is_running
-from nnsight_async.runs.edit import Edit, EditBody, Installed
 from nnsight_async.runs.generation import Generation
 from nnsight_async.runs.group import planned
 from nnsight_async.runs.handle import ProbeRun
@@ -34,6 +32,7 @@ from nnsight_async.runs.invokes import ABSENT, InvokeTrace
 from nnsight_async.runs.job import Job
 from nnsight_async.runs.map import Map
 from nnsight_async.runs.request import Request
+from nnsight_async.runs.surface import Mode, Surface
 from nnsight_async.runs.trace import Trace
 from nnsight_async.runs.window import Window
 from nnsight_async.tree.envoy import Envoy
@@ -44,16 +43,16 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from nnsight_async.capture.block import Block
+    from nnsight_async.runs.edit import Installed
 
 T = TypeVar("T")
-Mode = Literal["sync", "async"]
 MAX_SAVE_BYTES = 1 << 30
 MAX_CONSTANT_BYTES = 1 << 30
 MAX_BUFFERED_BYTES = 1 << 30
 BLOCK_TIMEOUT = 60.0
 
 
-class VLLM(ModelView):
+class VLLM(Surface, ModelView):
     """A model on a vLLM engine, open to blocks of Python that read and edit its activations.
 
     Args:
@@ -171,29 +170,15 @@ class VLLM(ModelView):
                 if each is not None:
                     each.close()
 
-    async def aclose(self) -> None:
-        """`close`, without blocking the event loop."""
-        await asyncio.to_thread(self.close)
-
     def __enter__(self) -> Self:
         check_main_guard()
         self._build()
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     async def __aenter__(self) -> Self:
         check_main_guard()
         await self._build_aside()
         return self
-
-    async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.aclose()
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
@@ -293,23 +278,7 @@ class VLLM(ModelView):
         check_names(where, ("serve", "api_key"), "edit()")
         if isinstance(probe, str):
             probe, name = None, probe
-        if probe is None:
-            return EditBody(on, name, rowwise=rowwise, asynchronous=self.mode == "async")
-        installed = Installed(on._probed(probe), name, rowwise)
-        if self.mode == "async":
-            return on._ainstalled(installed)
-        on.install(installed)
-        return Edit(on).attach(installed)
-
-    @property
-    def edits(self) -> tuple[Edit, ...]:
-        """The edits that are installed, in the order in which they run."""
-        installed = self._engine.edits.installed if self._engine is not None and not self._closed else ()
-        return tuple(Edit(self).attach(each) for each in installed)
-
-    def clear_edits(self) -> Any:
-        """End all edits, for the requests that go on too; in async mode, `await model.clear_edits()`."""
-        return self.uninstall(None)
+        return on._edit(None if probe is None else on._probed(probe), name, rowwise=rowwise)
 
     def install(self, edit: Installed) -> None:
         """Install an edit, building the engine first if need be."""
@@ -319,19 +288,13 @@ class VLLM(ModelView):
         """`install`, without blocking the event loop."""
         await self._ado(lambda engine: engine.edits.install(edit))
 
-    def uninstall(self, edits: Iterable[Installed] | None) -> Any:
-        """End edits (None: all); on a model of mode "async", to be awaited where an event loop runs."""
-        done: Future[None] = Future()
-        if self._engine is None or self._closed:
-            done.set_result(None)
-        else:
-            numbers = None if edits is None else [edit.number for edit in edits]
-            done = self._engine.call(self._engine.edits.clear(numbers))
-        return asyncio.wrap_future(done) if self.mode == "async" and loop_is_running() else done.result()
+    def _installed(self) -> Sequence[Installed]:
+        return self._engine.edits.installed if self._engine is not None and not self._closed else ()
 
-    async def _ainstalled(self, edit: Installed) -> Edit:
-        await self.ainstall(edit)
-        return Edit(self).attach(edit)
+    def _clear(self, numbers: list[int] | None) -> Future[None] | None:
+        if self._engine is None or self._closed:
+            return None
+        return self._engine.call(self._engine.edits.clear(numbers))
 
     # -- adapters --------------------------------------------------------------------------------------------------
 

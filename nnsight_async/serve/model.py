@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nnsight_async.engine.engine import Engine
     from nnsight_async.runs.history import SlowConsumers
     from nnsight_async.runs.request import Request
-    from nnsight_async.vllm import Mode
+    from nnsight_async.runs.surface import Mode
 
 TOKENIZER = frozenset(("tokenizer", "revision", "tokenizer_revision", "trust_remote_code"))
 
