@@ -74,7 +74,7 @@ class Meeting:
 
 
 class MeetingPlace(Interleaver):
-    """Gives invokes their turns in their order, and those that were released at a barrier another one at the same value."""
+    """Gives invokes their turns in their order, and those released at a barrier another one at the same value."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
