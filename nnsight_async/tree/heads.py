@@ -140,8 +140,8 @@ def heads_below(manifest: Manifest, path: str) -> Heads:
     found = [other for other in inside if manifest.modules[other].cls == "Attention"]
     if not found:
         raise LocationError(
-            f"{expression(path)} holds no attention layer of vLLM, and so has no heads; a model of transformers has them "
-            "in its projections, such as the input of the last one"
+            f"{expression(path)} holds no attention layer of vLLM, and so has no heads; in a model of transformers "
+            "they are in its projections, such as the input of `o_proj`"
         )
     if len(found) > 1:
         raise LocationError(f"{expression(path)} holds {len(found)} attention layers, and so has no heads of its own")
