@@ -124,7 +124,7 @@ def _message(kept: Kept, holder: Any, source: Source) -> str:
     line = kept.statement.lineno
     return (
         f"{source.filename}, line {line}: what is saved here would be lost, because {kept.name!r} is bound "
-        f"outside the block, which runs in another process and has a copy of it. {_advice(kept, holder)}\n"
+        f"outside the block, which has a copy of it. {_advice(kept, holder)}\n"
         f"    {source.line(line)}"
     )
 

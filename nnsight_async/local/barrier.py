@@ -74,7 +74,7 @@ class Meeting:
 
 
 class MeetingPlace(Interleaver):
-    """Lets blocks go on for which others have come, while the value at a location is still to be had."""
+    """Gives invokes their turns in their order, and those released at a barrier another one at the same value."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -85,6 +85,9 @@ class MeetingPlace(Interleaver):
         self._release()
 
     def fire(self, event: Location, value: Any) -> Any:
+        runs = self.waiting.get(event, [])
+        if len(runs) > 1:  # they have come in the order of what they read before
+            runs.sort(key=lambda run: self._spans[run].start)
         value = super().fire(event, value)
         while late := [run for run in self._release() if run.waits == event]:
             others = [run for run in self.waiting[event] if run not in late]

@@ -34,7 +34,8 @@ class Member:
         self.over = False
         self._params = params
         self._text = Text(tokenizer, tuple(params.stop))
-        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else ends)
+        self._ends: frozenset[int] = frozenset() if params.ignore_eos else ends
+        self._stops = frozenset(params.stop_token_ids) - self._ends
 
     @property
     def graph(self) -> bool:
@@ -54,13 +55,15 @@ class Member:
         stopped = self._text.stopped(text)
         reason = self._reason(token, stopped is not None)
         self.over = reason is not None
-        completion = Completion(0, text if stopped is None else stopped, [token], finish_reason=reason)
+        completion = Completion(0, text if stopped is None else stopped[1], [token], finish_reason=reason)
+        if reason == "stop":
+            completion.stop_reason = stopped[0] if stopped is not None else token if token in self._stops else None
         if self._params.logprobs is not None:
             found = logprobs(logits, token, self._params.logprobs)
             completion.logprobs, completion.cumulative_logprob = [found], found[token].logprob
         self.run.feed_output(GenerationOutput(self.prompt.text, list(self.prompt.ids), [completion], self.over))
 
     def _reason(self, token: int, stopped: bool) -> str | None:
-        if self.drawn >= self._params.min_tokens and (stopped or token in self._ends):
+        if self.drawn >= self._params.min_tokens and (stopped or token in self._ends or token in self._stops):
             return "stop"
         return "length" if self.drawn >= self._params.max_tokens else None

@@ -19,12 +19,13 @@ class Completion:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     finish_reason: str | None = None
+    stop_reason: int | str | None = None
 
     def add(self, delta: Completion) -> None:
         """Append what came in one more step."""
         self.text += delta.text
         self.token_ids += delta.token_ids
-        self.finish_reason = delta.finish_reason
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
         if self.logprobs is not None and delta.logprobs is not None:
             self.logprobs += delta.logprobs
             self.cumulative_logprob = (self.cumulative_logprob or 0.0) + (delta.cumulative_logprob or 0.0)

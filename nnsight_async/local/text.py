@@ -36,12 +36,12 @@ class Text:
         self._whole += after[len(before) :]
         return after[len(before) :]
 
-    def stopped(self, added: str) -> str | None:
-        """What stays of the text added last if a string to stop at has come with it, else None."""
+    def stopped(self, added: str) -> tuple[str, str] | None:
+        """The string to stop at that has come with the text added last, and what stays of that text; else None."""
         for stop in self._stops:
             at = self._whole.find(stop, max(0, len(self._whole) - len(added) - len(stop) + 1))
             if at >= 0:
-                return added[: max(0, at - (len(self._whole) - len(added)))]
+                return stop, added[: max(0, at - (len(self._whole) - len(added)))]
         return None
 
     def _decoded(self, start: int, stop: int) -> str:

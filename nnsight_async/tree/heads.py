@@ -138,6 +138,11 @@ def heads_below(manifest: Manifest, path: str) -> Heads:
     """The heads of the one attention layer at or below `path`; `LocationError` if there is none, or more than one."""
     inside = [other for other in manifest.modules if other == path or other.startswith(f"{path}.")]
     found = [other for other in inside if manifest.modules[other].cls == "Attention"]
-    if len(found) != 1:
+    if not found:
+        raise LocationError(
+            f"{expression(path)} holds no attention layer of vLLM, and so has no heads; in a model of transformers "
+            "they are in its projections, such as the input of `o_proj`"
+        )
+    if len(found) > 1:
         raise LocationError(f"{expression(path)} holds {len(found)} attention layers, and so has no heads of its own")
     return Heads(manifest, found[0])

@@ -111,7 +111,8 @@ class Manifest(msgspec.Struct, frozen=True):
         for path, alias in renames.items():
             if path not in (self.modules if "." in path else names):
                 raise ValueError(f"rename: the model has no module {path!r}")
-            if alias in names or not alias.isidentifier():
+            taken = self.root.children if "." in path else names
+            if alias in taken or not alias.isidentifier():
                 raise ValueError(f"rename: {alias!r} is the name of a module already, or not a name")
         return msgspec.structs.replace(self, renames={alias: path for path, alias in renames.items()})
 

@@ -118,6 +118,28 @@ def test_of_prompts_that_share_a_batch_each_its_own(pair):
         torch.testing.assert_close(gradients[number], expected, **CLOSE)
 
 
+def test_of_prompts_that_share_a_batch_in_their_order_whatever_each_has_read_before(pair):
+    """The last one may do without `retain_graph`, and is the last to call `backward`."""
+    with pair.model.trace() as tracer:
+        with tracer.invoke(PROMPT):
+            pair.layers[0].mlp.output[:] *= 0.5
+            hidden = pair.layers[1].resid_post
+            loss = pair.model.logits[0, RIGHT] - pair.model.logits[0, WRONG]
+            loss.backward(retain_graph=True)
+            gradients = hidden.grad.save()
+        with tracer.invoke(SHORT):
+            hidden = pair.layers[1].resid_post
+            loss = pair.model.logits[0, RIGHT] - pair.model.logits[0, WRONG]
+            loss.backward()
+            gradients = hidden.grad.save()
+    edits = {"half": lambda output: output * 0.5}
+    modules = {"half": pair.hf_layers[0].mlp, "it": pair.hf_layers[1]}
+    for gradient, watched in zip(
+        gradients, [Watched(pair.hf, PROMPT, modules, edits), Watched(pair.hf, SHORT, modules)], strict=True
+    ):
+        torch.testing.assert_close(gradient, watched.gradients()["it"], **CLOSE)
+
+
 def test_in_a_with(model, hf):
     with model.trace(PROMPT):
         hidden = model.model.layers[1].resid_post

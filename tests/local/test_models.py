@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_async import EngineClosedError, TransformersModel, UnsupportedError
+from nnsight_async import EngineClosedError, LocationError, TransformersModel, UnsupportedError
 from nnsight_async.testing import hf_model
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -134,6 +134,8 @@ def test_what_is_not_there_yet_and_what_is_of_the_caller(model):
         model.session()
     with pytest.raises(UnsupportedError, match=r"model\.scan cannot be used in a block"), model.trace(PROMPT):
         model.scan(PROMPT)
+    with pytest.raises(LocationError, match=r"self_attn holds no attention layer of vLLM"), model.trace(PROMPT):
+        model.model.layers[1].self_attn.heads.output.save()
     with pytest.raises(UnsupportedError, match="lora_request"):
         model.trace(PROMPT, lora_request=object())
     with pytest.raises(TypeError, match="did you mean 'temperature'"):

@@ -111,3 +111,18 @@ def test_drawing_with_a_seed(model):
     hot = {"temperature": 2.0, "top_k": 50, "top_p": 0.95}
     assert drawn(seed=1, **hot) == drawn(seed=1, **hot) != drawn(seed=2, **hot)
     assert drawn(temperature=2.0, top_k=1) == drawn(temperature=1.0, top_p=1e-6) == drawn()
+
+
+def test_why_it_stopped(model):
+    plain = model.run(PROMPT, lambda model, tracer: None, max_tokens=8, ignore_eos=True).result().outputs[0]
+
+    def stopped(**settings):
+        run = model.run(PROMPT, lambda model, tracer: None, max_tokens=8, **settings)
+        output = run.result().outputs[0]
+        return output.finish_reason, output.stop_reason, len(output.token_ids)
+
+    third = plain.token_ids[2]
+    assert stopped(ignore_eos=True) == ("length", None, 8)
+    at = plain.token_ids.index(third) + 1
+    assert stopped(ignore_eos=True, stop_token_ids=[third]) == ("stop", third, at)
+    assert stopped(ignore_eos=True, stop=[plain.text[:2], "never"])[:2] == ("stop", plain.text[:2])

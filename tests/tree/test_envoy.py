@@ -89,6 +89,20 @@ def test_a_child_with_the_name_of_an_attribute_of_ours_is_an_item(model: Envoy, 
     assert in_block(lambda: inner["output"].output) == 'model.model["output"].output'
 
 
+def test_a_path_may_be_had_at_the_root_under_the_last_of_its_names(manifest: Manifest) -> None:
+    model = Envoy(manifest.renamed({"model.layers": "layers", "mlp": "feed_forward"}))
+
+    assert model.layers is model.layers
+    assert model.layers[1].feed_forward.__block_reference__() == model.model.layers[1].mlp.__block_reference__()
+    assert model.model.layers.__block_reference__() == ("module", "model.layers")
+
+
+@pytest.mark.parametrize("renames", [{"model.layers": "lm_head"}, {"mlp": "norm"}, {"model.layers": "two words"}])
+def test_a_new_name_that_means_something_else_there_is_refused(manifest: Manifest, renames: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="is the name of a module already, or not a name"):
+        manifest.renamed(renames)
+
+
 def test_outside_a_block_nothing_is_read(model: Envoy) -> None:
     with pytest.raises(OutsideBlockError):
         model.lm_head.output
