@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
+import secrets
 from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,8 @@ class Prefixes:
     def __init__(self, cached: bool) -> None:
         self._cached = cached
         self._failures = 0
+        self._salt = f"nnsight-{secrets.token_hex(16)}"
+        """Which no request can choose as its own `cache_salt`."""
 
     def distrust(self) -> None:
         """A request with edits has failed: from now on, none reads what those before have left."""
@@ -35,7 +37,7 @@ class Prefixes:
         alone = block or not all(edit.rowwise for edit in edits)
         if alone:
             params.skip_reading_prefix_cache = True
-        return _salted(prompt, f"nnsight-{os.getpid()}-{key if alone else self._same(edits)}")
+        return _salted(prompt, f"{self._salt}-{key if alone else self._same(edits)}")
 
     def _same(self, edits: Sequence[Installed]) -> str:
         """Equal for requests that run the same edits, and for no others."""

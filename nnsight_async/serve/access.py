@@ -20,8 +20,10 @@ LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1"))
 OPEN = frozenset(("/", "/page.js", "/health"))
 """Paths that ask for no key: the page, which has nothing of the model in it, and whether the server is there."""
 
+OURS = "/nnsight/v1"
+
 INFERENCE = (
-    "/nnsight/v1",
+    OURS,
     "/v1/models",
     "/v1/completions",
     "/v1/chat/completions",
@@ -116,6 +118,8 @@ def _hexadecimal(path: Path, name: str, text: Any) -> bytes:
         digest = b""
     if len(digest) != 32:
         raise ValueError(f"{path}: the sha256 of {name!r} is 64 hexadecimal digits")
+    if digest == _digest(""):
+        raise ValueError(f"{path}: the sha256 of {name!r} is that of no key at all, which everybody has")
     return digest
 
 
@@ -144,10 +148,12 @@ class Gate:
     those are given: a page from anywhere could send them to who looks at it (requests across origins, DNS rebinding).
     """
 
-    def __init__(self, app: Any, keys: Keys, names: frozenset[str] | None) -> None:
+    def __init__(self, app: Any, keys: Keys, names: frozenset[str] | None, body: int | None = None) -> None:
         self._app = app
         self._keys = keys
         self._names = names
+        self._body = body
+        """Bytes that vLLM's routes, which know no limit, may be sent."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -156,7 +162,8 @@ class Gate:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         refused = self._refused(scope, headers)
         if refused is None and scope["type"] == "http":
-            await self._app(scope, receive, send)
+            ours = self._body is None or scope["path"].startswith(OURS)
+            await self._app(scope, receive if ours else _limited(receive, self._body), send)
         elif refused is None:  # websockets: vLLM's realtime API, which edits and limits know nothing of
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] == "http":
@@ -176,8 +183,24 @@ class Gate:
             return 401, "this server asks for a key: give api_key=, or the header `Authorization: Bearer KEY`"
         if not key.may(needed):
             return 403, f"the key {key.name!r} has not the scope {needed!r}, which {path[:100]} asks for"
+        length = headers.get("content-length", "")
+        if self._body is not None and length.isdecimal() and int(length[:20]) > self._body:
+            return 413, f"a request of more than {self._body:,} bytes"
         scope.setdefault("state", {})["key"] = key
         return None
+
+
+def _limited(receive: Any, most: int | None) -> Any:
+    """What a client sends, who is gone as soon as it is too much."""
+    received = 0
+
+    async def counted() -> Any:
+        nonlocal received
+        message = await receive()
+        received += len(message.get("body", b""))
+        return {"type": "http.disconnect"} if most is not None and received > most else message
+
+    return counted
 
 
 def _foreign(headers: Mapping[str, str], names: frozenset[str] | None) -> str:
@@ -193,8 +216,9 @@ def _foreign(headers: Mapping[str, str], names: frozenset[str] | None) -> str:
 
 
 async def _answer(send: Any, status: int, message: str) -> None:
-    body = msgspec.json.encode({"error": Refusal("PermissionError", message)})
+    body = msgspec.json.encode({"error": Refusal("ValueError" if status == 413 else "PermissionError", message)})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers.append((b"connection", b"close"))  # what is still sent is not read
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})

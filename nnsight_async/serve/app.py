@@ -92,8 +92,9 @@ class Service:
         received.buffers.finish()
         return asked, block
 
-    async def body(self, request: Request, kind: str) -> bytes:
+    async def body(self, request: Request, kind: str, most: int | None = None) -> bytes:
         """The body of a request, whole. Of another type than a form's, which pages of others could send."""
+        most = self.limits.body if most is None else min(most, self.limits.body)
         if request.headers.get("content-type", "").partition(";")[0].strip() != kind:
             raise Refused(415, "ValueError", f"the body of this request is of the type {kind}")
         body = bytearray()
@@ -101,8 +102,8 @@ class Service:
             async with asyncio.timeout(self.limits.upload_seconds):
                 async for chunk in request.stream():
                     body += chunk
-                    if len(body) > self.limits.body:
-                        raise Refused(413, "ValueError", f"a request of more than {self.limits.body:,} bytes")
+                    if len(body) > most:
+                        raise Refused(413, "ValueError", f"a request of more than {most:,} bytes")
         except ClientDisconnect:
             raise Refused(400, "ServerError", "the client has gone") from None
         except TimeoutError:
@@ -197,7 +198,7 @@ async def _run(service: Service, request: Request) -> Response:
 
 async def _stream(service: Service, request: Request) -> Response:
     key = _key(request)
-    asked = plain.opened(await service.body(request, "application/json"))
+    asked = plain.opened(await service.body(request, "application/json", plain.LONGEST))
     block = service.policy.block_of(asked.statements, []) if asked.statements else None
     told = m.RunRequest("0" * 32, asked.prompt, asked.sampling, asked.edits)
     run = Run(service.policy.request(told), block)

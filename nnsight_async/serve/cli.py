@@ -76,7 +76,7 @@ def make_parser() -> Any:
     """vLLM's options, and ours."""
     parser = frontend.parser(PROGRAM, "Serve traces, edits and vLLM's OpenAI API on one port, from one engine.")
     parser.set_defaults(host="127.0.0.1", port=PORT)
-    ours = parser.add_argument_group(PROGRAM)
+    ours, limits = parser.add_argument_group(PROGRAM), ServerLimits()
     ours.add_argument("--key-file", type=Path, help="a JSON file of keys with scopes (docs/serving.md)")
     ours.add_argument("--allow-python", action="store_true", help=PYTHON)
     ours.add_argument(
@@ -85,9 +85,9 @@ def make_parser() -> Any:
         help="serve whoever can reach this host, for everything, without a key",
     )
     ours.add_argument("--tap", action="append", default=[], help="not supported yet")
-    ours.add_argument("--max-runs", type=int, default=ServerLimits.runs, help="runs of one key at a time")
-    ours.add_argument("--max-run-seconds", type=float, default=ServerLimits.run_seconds, help="how long a run may take")
-    ours.add_argument("--max-body-bytes", type=int, default=ServerLimits.body, help="bytes of a request")
+    ours.add_argument("--max-runs", type=int, default=limits.runs, help="runs of one key at a time")
+    ours.add_argument("--max-run-seconds", type=float, default=limits.run_seconds, help="how long a run may take")
+    ours.add_argument("--max-body-bytes", type=int, default=limits.body, help="bytes of a request")
     ours.add_argument("--max-save-bytes", type=int, default=1 << 28, help="bytes that a run may save")
     return parser
 
@@ -102,6 +102,7 @@ def check(args: argparse.Namespace, defaults: argparse.Namespace) -> Keys:
     if refused is not None:
         raise ValueError(refused)
     frontend.validate(args)
+    tls_of(args)
     keys = keys_of(args)
     if not keys and args.host not in LOOPBACK and not args.without_key_off_loopback:
         raise ValueError(
@@ -124,10 +125,12 @@ def keys_of(args: argparse.Namespace) -> Keys:
 
 
 def tls_of(args: argparse.Namespace) -> dict[str, Any]:
-    """uvicorn's options for TLS, as far as they are given."""
+    """uvicorn's options for TLS, as far as they are given; `ValueError` for what would be none."""
     names = ("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs", "ssl_ciphers")
     given = {name: getattr(args, name, None) for name in names}
-    return {name: value for name, value in given.items() if value} if given["ssl_certfile"] else {}
+    if any(given.values()) and not given["ssl_certfile"]:
+        raise ValueError("TLS needs a certificate: give --ssl-certfile with the other --ssl options")
+    return {name: value for name, value in given.items() if value}
 
 
 if __name__ == "__main__":

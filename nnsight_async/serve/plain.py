@@ -6,7 +6,8 @@ The body of a request is a `PlainRun`; the answer are server-sent events, one fo
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import math
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any, cast
 
 import msgspec
@@ -18,6 +19,11 @@ from nnsight_async.runs.stream import Stream
 from nnsight_async.runs.token import Token
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import operations as ops
+
+LONGEST = 1 << 20
+"""Bytes of a request as JSON, which everybody's tokens wait for while it is read."""
+MOST = 1 << 20
+"""Numbers of one event, likewise."""
 
 
 class PlainRun(msgspec.Struct, forbid_unknown_fields=True):
@@ -59,7 +65,7 @@ async def events(run: Run, beat: float) -> AsyncGenerator[bytes]:
             if token is None:
                 break
             yield _event(_told(token))
-        yield _event({"saves": {name: told(value) for name, value in run.values.items()}})
+        yield _event({"saves": saved(run.values)})
     except Exception as error:
         kind = type(error).__name__ if isinstance(error, NNsightError) else _built_in(error)
         yield _event({"error": {"kind": kind, "message": str(error)}})
@@ -83,11 +89,26 @@ def told(value: Any) -> Any:
 
 
 def _told(token: Token) -> dict[str, Any]:
-    saves = {name: told(value) for name, value in token.saves.items()}
     return {
-        "id": token.id, "text": token.text, "index": token.index, "logprob": token.logprob, "saves": saves,
-        "finish_reason": token.finish_reason,
+        "id": token.id, "text": token.text, "index": token.index, "logprob": token.logprob,
+        "saves": saved(token.saves), "finish_reason": token.finish_reason,
     }  # fmt: skip
+
+
+def saved(saves: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by their names; `ValueError` for more of them than JSON is for."""
+    numbers = sum(map(_count, saves.values()))
+    if numbers > MOST:
+        raise ValueError(f"saved values of {numbers:,} numbers; as JSON at most {MOST:,} are sent at a time")
+    return {name: told(value) for name, value in saves.items()}
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return max(value.numel(), math.prod(max(size, 1) for size in value.shape))
+    if isinstance(value, dict):
+        return sum(map(_count, cast("dict[Any, Any]", value).values()))
+    return sum(map(_count, cast("list[Any]", value))) if isinstance(value, (list, tuple)) else 1
 
 
 def _event(content: Any) -> bytes:

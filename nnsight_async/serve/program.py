@@ -18,16 +18,20 @@ from nnsight_async.interleave.context import current
 from nnsight_async.serve import operations as ops
 from nnsight_async.serve.bounds import (
     LONGEST,
+    MOST_DIFFERENCES,
     NUMBERS,
+    WIDEST,
     as_number,
     as_tensor,
     broadcast,
     check_applied,
     check_index,
+    check_items,
     check_operands,
     check_parts,
     check_product,
     count,
+    extent,
     fits,
     room,
 )
@@ -213,6 +217,10 @@ def _function(name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
             raise TypeError(f"{name}() takes numbers, tensors and lists in a block that is data, not {kind}")
         if name in ("max", "min", "sum", "list") and count(argument) > LONGEST:
             raise ValueError(f"{name}() goes through at most {LONGEST} items; tensors have methods for more")
+    if name in ("max", "min", "sum"):
+        check_items(arguments)
+    if name == "round" and any(abs(digits) > WIDEST for digits in arguments[1:]):
+        raise ValueError(f"round() takes at most {WIDEST} digits in a block that is data")
     plain: dict[str, Callable[..., Any]] = {
         "len": len, "abs": abs, "max": max, "min": min, "float": float, "int": int, "round": round, "sum": sum,
         "list": list,
@@ -222,7 +230,7 @@ def _function(name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
 
 def _joined(name: str, arguments: list[Any], keywords: dict[str, Any]) -> torch.Tensor:
     parts, *rest = arguments
-    room(sum(as_tensor(part).numel() for part in parts))
+    room(sum(extent(as_tensor(part)) for part in parts))
     return (torch.cat if name == "cat" else torch.stack)(list(parts), *rest, **keywords)
 
 
@@ -235,13 +243,15 @@ def _method(of: Any, name: str, arguments: list[Any], keywords: dict[str, Any]) 
     tensor = as_tensor(of)
     if name == "to":
         return tensor.to(_dtype(arguments[0]) if arguments else keywords["dtype"])
-    if name == "tolist" and tensor.numel() > LONGEST:
+    if name == "tolist" and extent(tensor) > LONGEST:
         raise ValueError(f"tolist() is for at most {LONGEST} elements in a block that is data")
-    others = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+    if name == "diff" and any(isinstance(times, int) and times > MOST_DIFFERENCES for times in arguments):
+        raise ValueError(f"diff() subtracts at most {MOST_DIFFERENCES} times in a block that is data")
+    others = [value for value in (*arguments, *keywords.values()) if isinstance(value, torch.Tensor)]
     if name in ("matmul", "dot"):
         check_product(tensor, *others)
     elif name == "outer":
-        room(tensor.numel() * math.prod(other.numel() for other in others))
+        room(extent(tensor) * math.prod(map(extent, others)))
     elif others:
         room(broadcast([tensor, *others]))
     return fits(getattr(tensor, name)(*arguments, **keywords))

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from nnsight_async.vllm import VLLM
 
 MOST_CONNECTIONS = 4096
+LONGEST_HEAD = 1 << 16
+"""Bytes of the head of a request."""
 CLOSING = 5.0
 """Seconds that connections have to end when the server does."""
 
@@ -125,7 +127,7 @@ class Server:
         names = LOOPBACK if self._host in LOOPBACK else None
         return uvicorn.Server(
             uvicorn.Config(
-                Gate(app, self.keys, names),
+                Gate(app, self.keys, names, self._limits.body),
                 log_level="warning",
                 http=patient(self._limits.head_seconds),
                 ws="none",
@@ -144,23 +146,74 @@ def engine_of(model: VLLM) -> Engine:
 
 
 def patient(seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, which closes a connection whose request has not begun within `seconds`.
+    """The protocol that waits so long."""
+    return type("Patient", (Patient,), {"_seconds": seconds})
 
-    uvicorn itself waits for the head of a first request as long as it takes (0.54).
+
+_Uvicorn: Any = AutoHTTPProtocol
+
+
+class Patient(_Uvicorn):
+    """uvicorn's protocol, which closes a connection whose head is too long, or that owes a head, or a body that nobody
+    reads, for so many seconds.
+
+    uvicorn itself waits for a head, and for a body that nobody reads, as long as it takes, and keeps as much of a head,
+    or of the headers after a body, as there is (0.54, httptools). The time of a body that is read is its reader's.
     """
 
-    class Patient(AutoHTTPProtocol):  # type: ignore[misc,valid-type]
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self._patience = asyncio.get_running_loop().call_later(seconds, self._look, transport)
+    _seconds: float
+    _unread = 0
+    """Bytes since the last that were of a body, or ended a head or a request."""
+    _whole = True
+    _patience: asyncio.TimerHandle | None = None
 
-        def connection_lost(self, exc: Exception | None) -> None:
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._came()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += len(data)
+        super().data_received(data)
+        if not hasattr(AutoHTTPProtocol, "on_message_begin"):  # h11, which bounds a head itself
+            self._unread = 0
+            if self.cycle is not None:
+                self._came()
+        if self._unread > LONGEST_HEAD:
+            self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self._whole = False
+        self._wait()
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._came()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._unread = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._whole = True
+        self._came()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self._whole:
+            self._wait()
+
+    def _wait(self) -> None:
+        self._came()
+        self._patience = asyncio.get_running_loop().call_later(self._seconds, self.transport.close)
+
+    def _came(self) -> None:
+        self._unread = 0
+        if self._patience is not None:
             self._patience.cancel()
-            super().connection_lost(exc)
-
-        def _look(self, transport: Any) -> None:
-            protocol: Any = self
-            if protocol.cycle is None:  # no request has been made on this connection
-                transport.close()
-
-    return Patient
+            self._patience = None

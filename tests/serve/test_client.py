@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -77,6 +78,7 @@ def test_the_names_of_sampling_parameters_are_those_of_vllm() -> None:
         ('{"a": {"scopes": ["trace"]}}', "either a key or its sha256"),
         ('{"a": {"key": "long enough", "sha256": "00"}}', "either a key or its sha256"),
         ('{"a": {"sha256": "xx"}}', "64 hexadecimal"),
+        (json.dumps({"a": {"sha256": hashlib.sha256(b"").hexdigest()}}), "no key at all"),
         ('{"a": {"key": "long enough", "scopes": ["all"]}}', "trace, edit, python, admin"),
         ('{"a": {"key": "long enough"}, "b": {"key": "long enough"}}', "equal"),
     ],
@@ -89,8 +91,6 @@ def test_a_key_file_says_what_is_wrong_with_it(tmp_path: Path, content: str, why
 
 
 def test_keys_are_found_by_their_content(tmp_path: Path) -> None:
-    import hashlib
-
     file = tmp_path / "keys.json"
     digest = hashlib.sha256(b"the second one").hexdigest()
     file.write_text(json.dumps({"a": {"key": "the first one", "scopes": ["edit"]}, "b": {"sha256": digest}}))
@@ -206,3 +206,15 @@ def test_every_error_of_ours_can_come_from_a_server() -> None:
 
     ours = [getattr(nnsight_async, name) for name in nnsight_async.__all__ if name.endswith("Error")]
     assert all(issubclass(kind, NNsightError) and kind in known().values() for kind in ours)
+
+
+@pytest.mark.parametrize("option", ["--ssl-keyfile", "--ssl-ca-certs"])
+def test_tls_without_a_certificate_is_not_served_as_none(parsed: Any, option: str) -> None:
+    with pytest.raises(ValueError, match="--ssl-certfile"):
+        parsed("MODEL", option, "a.pem")
+
+
+def test_limits_that_are_not_given_are_those_of_the_docs(parsed: Any) -> None:
+    args, _, _ = parsed("MODEL")
+    assert (args.max_runs, args.max_run_seconds) == (256, 3600)
+    assert (args.max_body_bytes, args.max_save_bytes) == (64 << 20, 256 << 20)

@@ -367,6 +367,65 @@ TOO_MUCH = {
         [let(ops.Value(torch.zeros(LARGEST // 16 + 1, 1))), let(ops.Apply("head", [X]))],
         "elements; a block",
     ),
+    "clamped": (
+        [
+            let(ops.Value(WIDE[:, None])),
+            let(ops.Method("clamp", X, [], {"min": ops.Attribute("T", X)})),
+        ],
+        "elements; a block",
+    ),
+    "summed": (
+        [
+            let(ops.Value(WIDE)),
+            ops.Let("y", ops.Item(X, [ops.Slice(), ops.Value(None)])),
+            let(ops.Function("sum", [ops.Display([X, variable("y")])])),
+        ],
+        "elements; a block",
+    ),
+    "compared": (
+        [let(ops.Value(torch.zeros(LONGEST // 2, 1))), let(ops.Function("max", [X, ops.Attribute("T", X)]))],
+        "elements; a block",
+    ),
+    "lists in a sum": ([let(ops.Function("sum", [ops.Value([[1], [2]]), ops.Value([])]))], "not list"),
+    "sum over nothing": (
+        [let(ops.Value(torch.empty(LARGEST + 1, 0))), let(method("sum", ops.Value(-1)))],
+        "elements; a block",
+    ),
+    "nothing in another shape": (
+        [let(ops.Value(torch.empty(0))), let(method("reshape", ops.Value(LARGEST + 1), ops.Value(0)))],
+        "elements; a block",
+    ),
+    "product over nothing": (
+        [let(ops.Value(torch.empty(LONGEST, 0))), let(ops.Binary("@", X, ops.Attribute("T", X)))],
+        "elements; a block",
+    ),
+    "list of nothing": ([let(ops.Value(torch.empty(LONGEST + 1, 0))), let(ops.Function("list", [X]))], "goes through"),
+    "nothing as a list": ([let(ops.Value(torch.empty(LONGEST + 1, 0))), let(method("tolist"))], "tolist"),
+    "chosen by lists": (
+        [let(ops.Value(torch.zeros(1, LONGEST))), let(ops.Item(X, [ops.Value([[0, 0]])]))],
+        "whole numbers",
+    ),
+    "chosen by a tuple": (
+        [let(ops.Value(torch.zeros(1, LONGEST))), let(ops.Item(X, [ops.Value((0,) * LONGEST), ops.Slice()]))],
+        "elements; a block",
+    ),
+    "chosen after a new dimension": (
+        [
+            let(ops.Value(torch.zeros(1, LONGEST))),
+            let(ops.Item(X, [ops.Value(None), ops.Value(torch.zeros(LONGEST, dtype=torch.long))])),
+        ],
+        "elements; a block",
+    ),
+    "chosen out of range": (
+        [let(ops.Value(torch.zeros(3))), let(ops.Item(X, [ops.Value(torch.tensor([0, 3]))]))],
+        "index 3 is out of bounds for a dimension of 3",
+    ),
+    "chosen before the first": (
+        [let(ops.Value(torch.zeros(2, 3))), let(ops.Item(X, [ops.Rest(), ops.Value([-4])]))],
+        "index -4 is out of bounds for a dimension of 3",
+    ),
+    "digits": ([let(ops.Function("round", [ops.Value(1), ops.Value(-(10**9))]))], "4096 digits"),
+    "differences": ([let(ops.Value(WIDE)), let(method("diff", ops.Value(LONGEST)))], "subtracts at most"),
     "gone through": ([let(ops.Value(WIDE)), let(ops.Function("sum", [X]))], "goes through at most"),
     "as a list": ([let(ops.Value(WIDE)), let(method("tolist"))], "tolist"),
     "doubled": ([let(ops.Display([])), *[let(ops.Display([X, X]))] * 30], "in one another"),
@@ -385,8 +444,30 @@ TOO_MUCH = {
 @pytest.mark.parametrize(("statements", "why"), TOO_MUCH.values(), ids=TOO_MUCH)
 def test_what_would_take_too_much_is_not_begun(statements: Any, why: str) -> None:
     ops.check(statements, MANIFEST)
-    with pytest.raises((ValueError, TypeError, OverflowError, NameError), match=why):
+    with pytest.raises((ValueError, TypeError, OverflowError, NameError, IndexError), match=why):
         ran(Program(statements))
+
+
+CUBE = torch.arange(24.0).reshape(2, 3, 4)
+CHOSEN = {
+    "list": [[2, 0, -1]],
+    "rows": [torch.tensor([1, -2])],
+    "last": [..., torch.tensor([[3, 0], [-4, 1]])],
+    "two": [torch.tensor([0, 1]), slice(None), [3, 3]],
+    "new": [None, torch.tensor([1])],
+    "mask": [CUBE[..., 0] > 5],
+    "mask, then a number": [CUBE[..., 0] > 5, 2],
+    "flags": [slice(None), [True, False, True]],
+    "none": [torch.empty(0, dtype=torch.long)],
+}
+
+
+@pytest.mark.parametrize("keys", CHOSEN.values(), ids=CHOSEN)
+def test_what_may_be_chosen_is_what_torch_chooses(keys: list[Any]) -> None:
+    whole = CUBE.transpose(0, 1) if keys == [[2, 0, -1]] else CUBE
+    given = [ops.Rest() if key is ... else ops.Slice() if isinstance(key, slice) else ops.Value(key) for key in keys]
+    (saved, *_), _ = ran(Program([ops.Save("x", ops.Item(ops.Value(whole), given))]))
+    assert torch.equal(saved[2], whole[tuple(keys)])
 
 
 @pytest.mark.parametrize("name", sorted(ops.METHODS))

@@ -1,0 +1,124 @@
+"""What a server takes of whom it knows nothing of, and of whom it knows: without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import uvicorn
+
+from nnsight_async.serve import plain
+from nnsight_async.serve.access import Gate, single
+from nnsight_async.serve.server import LONGEST_HEAD, patient
+
+KEY = "a key of some length"
+MOST = 100_000
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Reads a body, where the path is not /health, and answers with how long it was."""
+    length, more = 0, scope["path"] != "/health"
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            await send({"type": "http.response.start", "status": 400, "headers": []})
+            await send({"type": "http.response.body", "body": b"gone"})
+            return
+        length, more = length + len(message["body"]), message["more_body"]
+    body = str(length).encode()
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    listening = socket.create_server(("127.0.0.1", 0))
+    gate = Gate(app, single(KEY), None, MOST)
+    server = uvicorn.Server(uvicorn.Config(gate, log_level="error", lifespan="off", http=patient(1.0)))
+    thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[listening]),))
+    thread.start()
+    yield listening.getsockname()[1]
+    server.should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
+    listening.close()
+
+
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """What comes until the connection is closed."""
+    async with asyncio.timeout(20):
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            return b""
+
+
+@pytest.mark.parametrize(
+    "owed",
+    [
+        b"",
+        GET,
+        b"%s\r\n%s" % (GET, GET),
+        b"%sContent-Length: 1000\r\n\r\nabc" % GET,
+        b"POST /v1/models HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nabc",
+    ],
+    ids=["nothing", "a head", "a second head", "a body that nobody reads", "a body that is refused"],
+)
+async def test_who_owes_the_rest_of_a_request_is_let_go(port: int, owed: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(owed)
+    answers = owed.count(b"\r\n\r\n")
+    assert (await ended(reader)).count(b"HTTP/1.1 ") == answers
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [GET, b"%s\r\n%s" % (GET, GET), b"%sTransfer-Encoding: chunked\r\n\r\n0\r\n" % GET],
+    ids=["first", "second", "after the body"],
+)
+async def test_a_head_without_end_is_cut_off(port: int, begun: bytes) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(begun)
+    sent = 0
+    with suppress(ConnectionError):
+        while sent < 1 << 28:
+            writer.write(b"x: " + b"a" * 60_000 + b"\r\n")
+            await writer.drain()
+            sent += 60_000
+    assert sent < 1 << 28
+    assert sent >= LONGEST_HEAD
+    writer.close()
+
+
+async def test_bodies_of_other_routes_have_a_length(port: int) -> None:
+    async def parts(count: int, of: bytes) -> AsyncIterator[bytes]:
+        for _ in range(count):
+            yield of
+
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30) as http:
+        path = "/v1/completions"
+        assert (await http.post(path, content=b"x" * MOST)).text == str(MOST)
+        assert (
+            await http.post(path, content=parts(20_000, b"xy"))
+        ).text == "40000"  # whose framing is longer than a head
+        assert (await http.post(path, content=b"x" * (MOST + 1))).status_code == 413
+        assert (await http.post(path, content=parts(MOST // 1000 + 1, b"x" * 1000))).text == "gone"
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(plain.MOST + 1), [torch.zeros(plain.MOST), 1], torch.zeros(plain.MOST + 1, 0)]
+)
+def test_json_has_so_many_numbers(value: Any) -> None:
+    with pytest.raises(ValueError, match="numbers; as JSON"):
+        plain.saved({"x": value})
+    assert plain.saved({"x": torch.ones(2)}) == {"x": [1.0, 1.0]}
