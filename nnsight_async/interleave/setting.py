@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from nnsight_async.interleave.rows import Slab
@@ -11,7 +12,7 @@ from nnsight_async.interleave.tracer import Tracer
 class Setting(NamedTuple):
     """That of a worker of vLLM, unless it says otherwise."""
 
-    slab: type[Slab] = Slab
+    slab: Callable[..., Slab] = Slab
     """How the rows of a run lie in a value."""
     tracer: type[Tracer] = Tracer
     """What blocks see as their tracer."""

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from nnsight_async.errors import EngineClosedError
@@ -16,7 +17,7 @@ from nnsight_async.local.batch import Batch
 from nnsight_async.local.blocks import Blocks, LocalTracer, LocalView
 from nnsight_async.local.member import Member
 from nnsight_async.local.prompts import tokenized
-from nnsight_async.local.slab import PaddedSlab
+from nnsight_async.local.slab import PaddedSlab, experts_of
 from nnsight_async.runs.chosen import InstalledEdits
 from nnsight_async.runs.history import Buffer
 from nnsight_async.tree.envoy import Envoy
@@ -54,7 +55,8 @@ class LocalEngine:
         self.edits = InstalledEdits()
         self._limits = limits
         self._blocks = Blocks(loaded.device, limits.save_bytes)
-        setting = Setting(PaddedSlab, LocalTracer, preempts=False, own_process=False)
+        slab = partial(PaddedSlab, experts=experts_of(loaded.model))
+        setting = Setting(slab, LocalTracer, preempts=False, own_process=False)
         self._interleaver = self._blocks.interleaver = MeetingPlace(
             loaded.model,
             order_of(manifest),

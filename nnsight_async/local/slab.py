@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 
 from nnsight_async.errors import IsolationError
+from nnsight_async.interleave.locations import Location
 from nnsight_async.interleave.rows import Batch, Path, Private, Slab, Span, copied
 from nnsight_async.interleave.together import Write
 
@@ -66,10 +67,21 @@ class PaddedSlab(Slab):
     batch: Padded
 
     def __init__(
-        self, value: Any, batch: Batch, place: object, spans: Sequence[Span], *, before: Slab | None = None
+        self,
+        value: Any,
+        batch: Batch,
+        place: Location,
+        spans: Sequence[Span],
+        *,
+        before: Slab | None = None,
+        experts: Sequence[str] = (),
     ) -> None:
+        """`experts`: the paths of modules in which rows are in the order of experts, and not of tokens."""
         super().__init__(value, batch, place, spans, before=before)
         self.graph = self.batch.graph
+        self._mixed = any(
+            place.path.startswith(f"{path}.") or (place.path == path and place.operation) for path in experts
+        )
 
     def again(self, value: Any, rows: Mapping[Path, torch.Tensor]) -> Private:
         private = Private()
@@ -78,7 +90,7 @@ class PaddedSlab(Slab):
 
     def _copy_tensor(self, tensor: torch.Tensor, span: Span, private: Private, path: Path) -> torch.Tensor:
         with torch.set_grad_enabled(self.graph):  # whatever mode the block is in
-            own = self.batch.own(tensor, span.start)
+            own = self._part(tensor, span.start)
             handed = self._handed(tensor if own is None else own)
         private.add(path, handed)
         return handed
@@ -92,7 +104,7 @@ class PaddedSlab(Slab):
         return handed
 
     def _shape(self, ours: torch.Tensor, span: Span) -> tuple[int, ...]:
-        own = self.batch.own(ours, span.start)
+        own = self._part(ours, span.start)
         if own is None and self.batch.shared:
             raise IsolationError(
                 f"{self.place} holds a tensor of shape {tuple(ours.shape)}, which is that of all prompts of the trace; "
@@ -101,8 +113,11 @@ class PaddedSlab(Slab):
         return tuple(ours.shape if own is None else own.shape)
 
     def _own(self, tensor: torch.Tensor, start: int, rows: int) -> torch.Tensor:
-        own = self.batch.own(tensor, start)
+        own = self._part(tensor, start)
         return tensor if own is None else own
+
+    def _part(self, tensor: torch.Tensor, start: int) -> torch.Tensor | None:
+        return None if self._mixed else self.batch.own(tensor, start)
 
     def _replace(self, value: Any, path: Path, writes: list[Write]) -> Any:
         if not path or not isinstance(value, Mapping):
@@ -139,3 +154,12 @@ class _Rooted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # pyright: ignore
         return gradient, None
+
+
+def experts_of(model: torch.nn.Module) -> list[str]:
+    """The modules that hold the experts of a mixture, which compute the rows of each expert together."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if type(module).__name__.endswith("Experts") or path.rpartition(".")[2] == "experts"
+    ]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from nnsight_async import IsolationError, save
+from nnsight_async import IsolationError, TransformersModel, save
+from nnsight_async.testing import tiny_checkpoint
 from nnsight_async.testing.oracle import generation
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -126,3 +128,28 @@ def test_why_it_stopped(model):
     at = plain.token_ids.index(third) + 1
     assert stopped(ignore_eos=True, stop_token_ids=[third]) == ("stop", third, at)
     assert stopped(ignore_eos=True, stop=[plain.text[:2], "never"])[:2] == ("stop", plain.text[:2])
+
+
+def test_rows_of_experts_are_nobodys():
+    """With one expert per token there are as many as tokens, in another order."""
+    folder = tiny_checkpoint("qwen3_moe")
+    config = AutoConfig.from_pretrained(folder)
+    config.num_experts_per_tok = 1
+    loaded = AutoModelForCausalLM.from_pretrained(folder, config=config)
+    with TransformersModel(loaded, tokenizer=AutoTokenizer.from_pretrained(folder)) as model:
+        with model.trace(SHORT):
+            alone = model.logits.save()
+        with pytest.raises(IsolationError, match="all prompts of the trace"), model.trace() as tracer:  # noqa: PT012
+            with tracer.invoke(PROMPT):
+                model.model.layers[0].mlp.experts.act_fn.output[:] = 0
+            with tracer.invoke(SHORT):
+                model.logits.save()
+        with model.trace() as tracer:
+            with tracer.invoke(PROMPT):
+                rows = model.model.layers[0].mlp.experts.act_fn.output.shape[0]
+                shape = save([rows])
+                model.model.layers[0].mlp.output[:] = 0
+            with tracer.invoke(SHORT):
+                beside = model.logits.save()
+    assert shape == [2 * len(PROMPT)]  # of both prompts, and the padding
+    torch.testing.assert_close(beside, alone, **CLOSE)
