@@ -38,6 +38,7 @@ async def test_each_run_is_counted_once_by_how_it_ended(model: VLLM) -> None:
         *HELD,
         *COUNTED,
         "dropped_steps",
+        "exchanges",
         "reports",
         "replays",
         "edits",

@@ -53,8 +53,6 @@ def model(request: pytest.FixtureRequest) -> Any:
 OWN_CLASSES = "exceptions of a user's own classes, and groups, come as BlockError: nothing of a server's is unpickled"
 LATER = "values of sampling parameters are looked at by the server, and what it says comes where the run is waited for"
 ADAPTERS = "an adapter is named, and is one that the server was started with"
-OUTPUTS = "results have the names of vLLM's, and are of this package's own classes: a client has no vLLM"
-ENGINE = "looks into the engine itself, which is elsewhere"
 
 SERVED_HAS_NOT = {
     "test_a_fault_ends_its_own_run[served-own type]": OWN_CLASSES,
@@ -83,8 +81,6 @@ SERVED_HAS_NOT = {
     "test_bad_sampling_values_get_the_message_of_vllm[served-max_tokens]": LATER,
     "test_values_of_a_wrong_type_do_not_reach_the_engine[served]": LATER,
     "test_none_as_adapter_of_an_invoke_means_the_base_model[served]": ADAPTERS,
-    "test_the_result_is_vllms_own_with_the_values[served]": OUTPUTS,
-    "test_sequences_are_those_of_vllm_and_of_solo_runs[served]": ENGINE,
 }
 """What cannot be the same through a server, and why."""
 

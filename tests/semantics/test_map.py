@@ -183,7 +183,7 @@ class Counted:
 
 
 def test_the_probe_is_pickled_once(model):
-    counted = Counted()
+    counted, Counted.pickled = Counted(), 0
 
     def holds(model: Any, tracer: Any) -> None:
         tracer.save(type(counted).__name__, "held")

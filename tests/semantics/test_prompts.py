@@ -147,6 +147,7 @@ WRONG = {
 }
 
 
+@pytest.mark.backends("vllm", "served")
 @pytest.mark.parametrize("name", WRONG)
 def test_bad_sampling_values_get_the_message_of_vllm(model, name):
     value, message = WRONG[name]

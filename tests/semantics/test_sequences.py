@@ -38,6 +38,7 @@ def of_plain_vllm(model: Any, n: int) -> list[list[int]]:
     return sequences(model._engine.call(last()).result())
 
 
+@pytest.mark.backends("vllm")
 def test_sequences_are_those_of_vllm_and_of_solo_runs(model):
     with model.trace(PROMPT, n=3, **DRAWN) as tracer:
         samples = save([])
@@ -117,6 +118,7 @@ async def test_an_error_of_one_sequence_is_that_of_the_value(model):
         await drawn
 
 
+@pytest.mark.backends("vllm", "served")
 def test_greedy_sequences_are_refused_as_by_vllm(model):
     with pytest.raises(ValueError, match="n must be 1 when using greedy sampling"):
         model.trace(PROMPT, n=2, temperature=0.0)

@@ -82,6 +82,7 @@ async def test_a_prefill_value_is_there_before_the_generation_ends(model, expect
     await drained(model)
 
 
+@pytest.mark.backends("vllm")
 async def test_the_result_is_vllms_own_with_the_values(model, expected):
     from vllm import RequestOutput
 
