@@ -21,7 +21,7 @@ async def patterns(model: Any, prompt: str) -> torch.Tensor:
         for layer in model.model.layers:
             heads = layer.self_attn.heads
             queries, keys = heads.q.float(), heads.k.float()  # [tokens, heads, size], and fewer heads of keys
-            keys = keys.repeat_interleave(heads.group(), dim=1)
+            keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
             scores = torch.einsum("qhd,khd->hqk", queries, keys) * layer.self_attn.scaling
             later = torch.ones_like(scores[0], dtype=torch.bool).triu(1)
             layers.append(scores.masked_fill(later, float("-inf")).softmax(-1))

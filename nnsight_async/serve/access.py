@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -16,6 +18,9 @@ from nnsight_async.serve.messages import Refusal, Scope
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1"))
+
+DROPPED, DROPPING = 16 << 20, 5.0
+"""Bytes and seconds that what is sent after a refusal may go on."""
 
 OPEN = frozenset(("/", "/page.js", "/health"))
 """Paths that ask for no key: the page, which has nothing of the model in it, and whether the server is there."""
@@ -167,6 +172,7 @@ class Gate:
         elif refused is None:  # websockets: vLLM's realtime API, which edits and limits know nothing of
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] == "http":
+            await _read_on(receive)
             await _answer(send, *refused)
         else:
             await send({"type": "websocket.close", "code": 1008})
@@ -213,6 +219,18 @@ def _foreign(headers: Mapping[str, str], names: frozenset[str] | None) -> str:
     if origin is not None and origin.partition("://")[2] != host:
         return "this server without keys takes no requests from pages of other servers"
     return ""
+
+
+async def _read_on(receive: Any) -> None:
+    """Drop what is still sent of a refused request: a connection that is closed before takes the answer with it."""
+    left = DROPPED
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DROPPING):
+            while left > 0:
+                message = await receive()
+                left -= len(message.get("body", b""))
+                if not message.get("more_body"):
+                    return
 
 
 async def _answer(send: Any, status: int, message: str) -> None:

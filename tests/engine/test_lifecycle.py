@@ -255,10 +255,8 @@ def test_an_interrupted_run_leaves_the_engine_and_an_engine_left_behind_ends_qui
     assert gone(processes)
 
 
-@pytest.mark.parametrize(
-    "start",
-    [pytest.param("asyncio.run(main())", id="async"), pytest.param(SYNC_START, id="sync", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["asyncio.run(main())", SYNC_START], ids=["async", "sync"])
 def test_a_start_that_is_interrupted(llama: str, script: Callable[[str], Script], start: str) -> None:
     starting = script(STARTING.format(llama=llama, start=start.format(llama=llama)))
     core = None
