@@ -127,13 +127,16 @@ async def test_without_keys_pages_of_others_are_kept_out(names: Any, headers: di
     async def behind(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
     async def send(message: Any) -> None:
         if message["type"] == "http.response.start":
             answered.append(message["status"])
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "path": "/nnsight/v1/runs", "headers": raw}
-    await access.Gate(behind, access.Keys([]), names)(scope, None, send)
+    await access.Gate(behind, access.Keys([]), names)(scope, receive, send)
     assert answered == [status]
 
 
