@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from nnsight_async.worker import last_words
-from nnsight_async.worker.entries import around
+from nnsight_async.worker.entries import around, require
 from nnsight_async.worker.noise import hush_process
 
+CORE = "vllm.v1.engine.core"
 EXECUTOR = "vllm.v1.executor.multiproc_executor"
+P = ParamSpec("P")
+R = TypeVar("R")
+
 PATIENCE = 5.0
 """Seconds that a process has to end by itself when the one that started it is gone."""
 
@@ -54,9 +59,10 @@ class EngineProcess(SpawnProcess):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets one that has come meanwhile
         os.setpgid(0, 0)  # vLLM will listen to the signal, but a terminal sends it to the group of the caller
         threading.Thread(target=_end_with_parent, name="nnsight-parent", daemon=True).start()
-        _enter_workers()
         status = 0
         try:
+            _enter_core()
+            _enter_workers()
             super().run()
         except SystemExit as error:
             status = error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -127,9 +133,31 @@ def _killer(process: SpawnProcess) -> int:
     return ended.si_status if ended is not None and ended.si_code != os.CLD_EXITED else 0
 
 
+def said_first(tell: Callable[P, R]) -> Callable[P, R]:
+    """The function, which tells the client of an error that is being handled, called when its cause has been left."""
+
+    @functools.wraps(tell)
+    def telling(*args: P.args, **kwargs: P.kwargs) -> R:
+        hear()
+        error = sys.exception()
+        if error is not None:
+            last_words.leave(last_words.words_of(error))
+        return tell(*args, **kwargs)
+
+    return telling
+
+
+def _enter_core() -> None:
+    core: Any = sys.modules.get(CORE)
+    if core is not None:
+        require(core, ["EngineCoreProc._send_engine_dead"])
+        around(core.EngineCoreProc, "_send_engine_dead", said_first)  # the client asks for the cause as soon as it knows
+
+
 def _enter_workers() -> None:
     executor: Any = sys.modules.get(EXECUTOR)
     if executor is not None:
+        require(executor, ["WorkerProc", "get_mp_context"])
         executor.get_mp_context = EngineContext
         around(executor.WorkerProc, "__init__", last_words.spoken)  # `worker_main` keeps what that raises to itself
 

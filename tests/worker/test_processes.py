@@ -8,14 +8,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from nnsight_async.worker import last_words
-from nnsight_async.worker.processes import EngineContext, EngineProcess, kill
+from nnsight_async.worker import last_words, processes
+from nnsight_async.worker.processes import EngineContext, EngineProcess, kill, said_first
 
 PATIENCE = 60.0  # seconds
 FOR_EVER = (3600,)
@@ -78,6 +79,33 @@ def test_what_a_process_was_killed_by_is_left(start: Any, home: Path) -> None:
 
     start(exec, "import os; os.kill(os.getpid(), 9)")
     assert heard(home) == "the process Trial was ended by SIGKILL"
+
+
+def test_who_tells_of_an_error_has_left_its_cause_first(
+    start: Any, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str | None] = []
+    killer = processes._killer
+    monkeypatch.setattr(processes, "_killer", lambda process: time.sleep(0.5) or killer(process))  # it comes late
+
+    process = start(exec, "import os; os.kill(os.getpid(), 9)")
+    connection.wait([process.sentinel], PATIENCE)
+    try:
+        raise RuntimeError("what came of it")
+    except RuntimeError:
+        said_first(lambda: told.append(last_words.read(home)))()
+
+    assert told == ["the process Trial was ended by SIGKILL"]
+
+
+def test_who_tells_of_an_error_has_left_it_first(home: Path) -> None:
+    told: list[str | None] = []
+    try:
+        raise RuntimeError("no luck")
+    except RuntimeError:
+        said_first(lambda: told.append(last_words.read(home)))()
+
+    assert told == ["RuntimeError: no luck"]
 
 
 def test_the_exit_of_a_process_is_its_status(start: Any, home: Path) -> None:
