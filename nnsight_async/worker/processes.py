@@ -151,7 +151,7 @@ def _enter_core() -> None:
     core: Any = sys.modules.get(CORE)
     if core is not None:
         require(core, ["EngineCoreProc._send_engine_dead"])
-        around(core.EngineCoreProc, "_send_engine_dead", said_first)  # the client asks for the cause as soon as it knows
+        around(core.EngineCoreProc, "_send_engine_dead", said_first)  # the client asks for the cause at once
 
 
 def _enter_workers() -> None:
