@@ -21,7 +21,7 @@ from nnsight_async.engine.repository import check_repository
 from nnsight_async.engine.sampling import settings
 from nnsight_async.engine.settings import check_names, engine_settings, is_elsewhere, model_name
 from nnsight_async.engine.spans import spans_of
-from nnsight_async.errors import EngineClosedError, UnsupportedError
+from nnsight_async.errors import EngineClosedError
 from nnsight_async.runs.aside import aside
 from nnsight_async.runs.body import caller, loop_is_running
 from nnsight_async.runs.generation import Generation
@@ -37,12 +37,14 @@ from nnsight_async.runs.trace import Trace
 from nnsight_async.runs.window import Window
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.model import ModelView
+from nnsight_async.tree.taps import check_taps, resolve
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
     from prometheus_client import CollectorRegistry
 
     from nnsight_async.capture.block import Block
+    from nnsight_async.interleave.locations import Location
     from nnsight_async.runs.edit import Installed
 
 T = TypeVar("T")
@@ -59,7 +61,9 @@ class VLLM(Surface, ModelView):
         repo: a repository on the hub, or a folder with a checkpoint.
         mode: "sync" for `with model.trace(...)`, "async" for `async with model.trace(...)`.
         dispatch: build the engine now; otherwise the first trace, `dispatch()` or entering the model does.
-        taps: not supported yet.
+        taps: where blocks may look, such as `["model.layers[3].mlp.output", "model.layers[*].resid_post"]`. The engine
+            then replays CUDA graphs, which stop there; every other place in the forward pass is a `NotATapError`. On
+            the CPU, where there are no graphs, it is that alone.
         rename: other names for modules: `{"model.layers": "layers"}` for one path, `{"self_attn": "attn"}` for every
             module of that name. The old names go on working.
         max_save_bytes: what one run may save, in bytes.
@@ -109,16 +113,16 @@ class VLLM(Surface, ModelView):
             raise ValueError(f"mode is 'sync' or 'async', not {mode!r}")
         if slow_consumers not in ("fail", "drop"):
             raise ValueError(f"slow_consumers is 'fail' or 'drop', not {slow_consumers!r}")
-        if taps:
-            raise UnsupportedError("taps are not supported yet")
         self._asked = repo, engine_args.get("revision"), engine_args.get("hf_token")
         if dispatch or mode == "sync":  # an async model does not block its caller's loop
             check_repository(*self._asked)
         self.repo = repo
         self.mode: Mode = mode
-        self.taps: tuple[str, ...] = ()
+        self._asked_taps = taps
+        self._taps: tuple[Location, ...] = ()
         self._engine_args = engine_args
-        self._settings = engine_settings(repo, engine_args)
+        check_taps(taps)
+        self._settings = engine_settings(repo, engine_args, tapped=bool(taps))
         self._renames = dict(rename or {})
         self._limits = Limits(max_save_bytes, block_timeout, max_buffered_bytes, slow_consumers, max_constant_bytes)
         name = model_name(self._settings)
@@ -142,8 +146,17 @@ class VLLM(Surface, ModelView):
 
     def _plan(self) -> Envoy:
         """The tree of a model that has no engine yet."""
-        self._root = Envoy(build_manifest(self.repo, self._engine_args).renamed(self._renames))
+        manifest = build_manifest(self.repo, self._engine_args).renamed(self._renames)
+        self._taps = resolve(self._asked_taps, manifest)
+        self._root = Envoy(manifest)
         return self._root
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """Where blocks may look, as they would write it; nothing if that is everywhere."""
+        if self._asked_taps and not self._taps:
+            self._plan()
+        return tuple(map(str, self._taps))
 
     # -- life ------------------------------------------------------------------------------------------------------
 
@@ -434,14 +447,14 @@ class VLLM(Surface, ModelView):
                     raise EngineClosedError(CLOSED)
                 if self._engine is None:
                     check_repository(*self._asked)
-                    engine = Engine(self._settings, self._limits, self._renames)
+                    engine = Engine(self._settings, self._limits, self._renames, self._asked_taps)
                     starting = weakref.finalize(self, _end, engine)
                     engine.start()
                     starting.detach()
                     # Made after vLLM's own, and so called before them when the interpreter exits.
                     weakref.finalize(self, _end, engine)
                     self._engine = engine
-                    self._root = self._root or Envoy(engine.manifest)
+                    self._root, self._taps = self._root or Envoy(engine.manifest), engine.taps
         self._engine.check()
         return self._engine
 

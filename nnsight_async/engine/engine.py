@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shutil
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,16 +26,19 @@ from nnsight_async.engine.prefixes import Prefixes
 from nnsight_async.engine.settings import model_name
 from nnsight_async.engine.start import dead_error, start_error, start_vllm
 from nnsight_async.errors import EngineClosedError, NNsightError
+from nnsight_async.runs import failures
 from nnsight_async.runs.facts import outcome
 from nnsight_async.runs.history import Buffer, SlowConsumers
 from nnsight_async.runs.ledger import lost
 from nnsight_async.runs.shipment import Shipment
 from nnsight_async.tree.manifest import Manifest
+from nnsight_async.tree.taps import resolve
 from nnsight_async.worker import last_words, processes
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from nnsight_async.interleave.locations import Location
     from nnsight_async.runs.frames import Frame
     from nnsight_async.runs.run import Run
 
@@ -76,11 +79,16 @@ class Limits:
 class Engine:
     """Owns `AsyncLLM`, the thread of its loop, and the inbox. All callers, on any loop or thread, share it."""
 
-    def __init__(self, settings: dict[str, Any], limits: Limits, renames: Mapping[str, str]) -> None:
+    def __init__(
+        self, settings: dict[str, Any], limits: Limits, renames: Mapping[str, str], taps: Sequence[str] = ()
+    ) -> None:
         self.name = model_name(settings)
         self._settings = settings
         self._limits = limits
         self._renames = dict(renames)
+        self._tapped = taps
+        self.taps: tuple[Location, ...] = ()
+        """Where blocks may look, if not everywhere."""
         self._home = make_home()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nnsight-engine", daemon=True)
@@ -203,9 +211,17 @@ class Engine:
             if self._renames:
                 self.manifest = self.manifest.renamed(self._renames)
                 await self._ask("nnsight_rename", self._renames)
+            if self._tapped:
+                await self._tap()
             log.info("the engine has started", extra={"model": self.name})
         except Exception as error:
             raise start_error(error, self._home) from error
+
+    async def _tap(self) -> None:
+        self.taps = resolve(self._tapped, self.manifest)
+        error = await self._ask("nnsight_tap", self.taps)
+        if error is not None:
+            raise failures.unpack(error)
 
     def _launch(self, run: Run) -> None:
         if run.settled:  # cancelled before it was here

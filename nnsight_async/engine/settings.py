@@ -38,8 +38,8 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
             raise TypeError(f"{what} got an unexpected keyword argument {name!r}{hint}")
 
 
-def engine_settings(repo: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for vLLM's `AsyncEngineArgs`: the user's, over our own defaults.
+def engine_settings(repo: str, given: dict[str, Any], *, tapped: bool = False) -> dict[str, Any]:
+    """Arguments for vLLM's `AsyncEngineArgs`: the user's, over our own defaults. `tapped`: blocks look at taps only.
 
     Raises `TypeError` for an unknown name, and `ValueError` for a value that contradicts what blocks need.
     """
@@ -51,15 +51,14 @@ def engine_settings(repo: str, given: dict[str, Any]) -> dict[str, Any]:
     check_names(given, fields, "VLLM()")
     if "worker_cls" in given:
         raise ValueError("VLLM() sets worker_cls itself: its worker is the one that runs blocks")
-    if given.get("enforce_eager") is False:
-        raise UnsupportedError("enforce_eager=False is not supported yet: a replayed CUDA graph runs no block")
+    eager = _eager(given, tapped=tapped, cpu=current_platform.is_cpu())
     if (given.get("data_parallel_size") or 1) > 1:
         raise UnsupportedError(DATA_PARALLEL)
     tracing = given.get("otlp_traces_endpoint") is not None
     if tracing and given.get("disable_log_stats"):  # vLLM's span needs them, and the engine would end (0.32, 0.33)
         raise ValueError("otlp_traces_endpoint needs vLLM's statistics: leave disable_log_stats out")
     ours = {
-        "enforce_eager": True,
+        "enforce_eager": eager,
         "enable_chunked_prefill": False,
         "enable_prefix_caching": False,
         "disable_log_stats": not tracing,
@@ -67,6 +66,15 @@ def engine_settings(repo: str, given: dict[str, Any]) -> dict[str, Any]:
         "worker_cls": _cpu_worker(given) if current_platform.is_cpu() else CUDA_WORKER,
     }
     return {"model": repo, **ours, **given}
+
+
+def _eager(given: Mapping[str, Any], *, tapped: bool, cpu: bool) -> bool:
+    asked = given.get("enforce_eager")
+    if tapped and asked:
+        raise ValueError("taps are for engines that replay graphs, and enforce_eager=True replays none: leave one out")
+    if asked is False and cpu:
+        raise UnsupportedError("enforce_eager=False needs CUDA: there are no graphs on the CPU")
+    return cpu or (not tapped if asked is None else asked)
 
 
 def model_name(settings: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from nnsight_async.interleave.rows import Batch, Slab, Span, Written
 from nnsight_async.interleave.setting import Setting
 from nnsight_async.interleave.shared import applicable, guarded, reference
 from nnsight_async.interleave.sites import Sites
+from nnsight_async.interleave.taps import Taps
 from nnsight_async.interleave.visit import Visit
 from nnsight_async.interleave.waiting import Waiting
 from nnsight_async.interleave.watchdog import Watchdog
@@ -72,6 +73,8 @@ class Interleaver:
         """Of the forward pass, as they are before blocks have their turns."""
         self._collecting: dict[Location, list[tuple[BlockRun, Cache]]] = {}
         self.watchdog = Watchdog()
+        self.taps: Taps | None = None
+        """Where blocks may look, if not everywhere."""
         self.exchanges = 0
         """How often other ranks were told what blocks have done."""
 
@@ -94,6 +97,15 @@ class Interleaver:
                 for cache in run.caches:
                     self.collect(run, cache, -1)
                 self._begin(run, span)
+
+    @property
+    def looks(self) -> bool:
+        """Whether something is wanted of the model's own forward pass."""
+        return not all(map(self.order.late, self.waiting))
+
+    def pad(self, rows: int) -> None:
+        """The forward pass is over `rows` in all."""
+        self._batch.rows = rows
 
     def begin_sampling(self, spans: Mapping[BlockRun, Span], batch: Batch) -> None:
         """From here on, values have one row per request instead of one per token."""
@@ -205,6 +217,8 @@ class Interleaver:
 
     def check(self, event: Location) -> None:
         """Raise what says why a block cannot wait for `event`, where that is known."""
+        if self.taps is not None:
+            self.taps.check(event)
         if event.operation:
             self.sites.check(event)
 
@@ -212,7 +226,14 @@ class Interleaver:
         """The events at which the modules (or their paths; None: all that are called) return, or are entered too."""
         chosen = self.order.called() if modules is None else [self._path(module) for module in modules]
         kinds: tuple[Kind, ...] = ("inputs", "output") if include_inputs else ("output",)
-        return [self.event(Location(path, kind)) for path in chosen for kind in kinds]
+        events = [self.event(Location(path, kind)) for path in chosen for kind in kinds]
+        if self.taps is None:
+            return events
+        if modules is None:
+            return [event for event in events if self.taps.has(event)]
+        for event in events:
+            self.taps.check(event)
+        return events
 
     def _path(self, module: Any) -> str:
         path = module if isinstance(module, str) else reference(module)

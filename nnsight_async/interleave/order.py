@@ -22,6 +22,13 @@ class Order:
             self._indices[Location(path, "output")] = indices
         self._calls = {path: tuple(zip(indices, exits[path], strict=True)) for path, indices in entries.items()}
 
+    def late(self, event: Location) -> bool:
+        """Whether `event` lies behind the model's own forward pass, where logits are made and tokens drawn."""
+        if not event.in_model:
+            return True
+        calls, (_, end) = self._calls.get(event.path), (self._calls.get("") or ((0, _LAST),))[-1]
+        return bool(calls) and all(entry > end for entry, _ in calls)
+
     def called(self) -> list[str]:
         """Paths of the modules that a forward pass calls."""
         return [event.path for event, indices in self._indices.items() if event.kind == "output" and indices]

@@ -58,7 +58,7 @@ class ServedVLLM(VLLM):
             raise TypeError(f"VLLM() on a server got {others[0]!r}: how its engine runs is set where it is started")
         self.repo = repo
         self.mode = mode
-        self.taps = ()
+        self._asked_taps, self._taps = (), ()
         self._engine_args = engine_args
         self._renames = dict(rename or {})
         self._spans = None

@@ -27,6 +27,11 @@ class Heads:
         self._manifest = manifest
         self._path = path
 
+    @property
+    def path(self) -> str:
+        """The path of the attention layer."""
+        return self._path
+
     def __block_reference__(self) -> tuple[str, ...]:
         return ("heads", self._path)
 

@@ -22,32 +22,36 @@ layers have the first two, and there only the first one takes the stream."""
 
 def before(manifest: Manifest, path: str) -> Place:
     """The stream that the layer is called with."""
-    _check_layer(manifest, path)
-    return Location(path, "inputs"), StreamIn.of(current().module(path))
+    return Location(layer(manifest, path), "inputs"), StreamIn.of(current().module(path))
 
 
 def middle(manifest: Manifest, path: str) -> Place:
     """The stream between attention and MLP."""
-    _check_layer(manifest, path)
-    children = manifest.modules[path].children
+    inner = middle_norm(manifest, path)
+    return Location(inner, "inputs"), StreamIn.of(current().module(inner), middle=True)
+
+
+def middle_norm(manifest: Manifest, path: str) -> str:
+    """The norm that takes the stream between attention and MLP of the layer at `path`; `LocationError` if none does."""
+    children = manifest.modules[layer(manifest, path)].children
     norm = next((name for name in MIDDLE_NORMS if name in children), None)
     if norm is None or (norm == "post_attention_layernorm" and "post_feedforward_layernorm" in children):
         kind = manifest.modules[path].cls
         raise LocationError(f"{expression(path)} ({kind}) has no norm between attention and MLP, and so no resid_mid")
-    inner = join(path, norm)
-    return Location(inner, "inputs"), StreamIn.of(current().module(inner), middle=True)
+    return join(path, norm)
 
 
 def after(manifest: Manifest, path: str) -> Place:
     """The stream that the layer leaves behind."""
-    _check_layer(manifest, path)
-    return Location(path, "output"), StreamOut()
+    return Location(layer(manifest, path), "output"), StreamOut()
 
 
-def _check_layer(manifest: Manifest, path: str) -> None:
+def layer(manifest: Manifest, path: str) -> str:
+    """`path`, if that is a layer; `LocationError` if not."""
     parent = manifest.modules.get(path.rpartition(".")[0])
     if parent is None or not parent.is_list:
         raise LocationError(
             f"{expression(path)} is not a layer of the model, and so has no residual stream; a layer's has: "
             "resid_pre, resid_mid and resid_post"
         )
+    return path

@@ -126,6 +126,11 @@ class Blocks:
         if spans:
             self.interleaver.begin_step(spans, Batch(step.rows, self._requests > 1), stacked=stacked)
 
+    def pad(self, rows: int) -> None:
+        """The forward pass that has begun is over `rows` in all, padding included."""
+        if self._rows:
+            self.interleaver.pad(rows)
+
     def begin_sampling(self) -> None:
         """The hidden states of the last tokens are about to become logits: one row per request."""
         if self._rows and self.interleaver.waiting:  # for the logits, the samples, or a module that makes the logits

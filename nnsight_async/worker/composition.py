@@ -11,7 +11,7 @@ class Composition:
     """Which rows of the step belong to which request, in the runner's order.
 
     Request `i` has the rows `[starts[i], starts[i + 1])`, the first of which is its token at position `computed[i]`;
-    `rows` counts the padding too.
+    `rows` counts the padding too, where that is known (`Blocks.pad`).
     """
 
     requests: Sequence[str]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from nnsight_async.errors import UnsupportedError
 from nnsight_async.worker.composition import Composition
 from nnsight_async.worker.entries import around, require
 
@@ -35,6 +36,15 @@ class V1Entry:
         around(runner, "_model_forward", self._forward)
         around(runner.model, "compute_logits", self._logits)
         around(runner, "_sample", self._sample)
+
+    @staticmethod
+    def graphs(runner: Any) -> None:
+        """`UnsupportedError` if the runner replays graphs."""
+        if not runner.vllm_config.model_config.enforce_eager:
+            raise UnsupportedError(
+                "blocks cannot look into the graphs of vLLM's V1 runner: unset VLLM_USE_V2_MODEL_RUNNER, or build "
+                "the engine with enforce_eager=True and without taps"
+            )
 
     @staticmethod
     def check(runner: Any) -> None:

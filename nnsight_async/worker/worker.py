@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,6 +12,8 @@ from vllm.lora.request import LoRARequest
 
 from nnsight_async.interleave.console import keep_warnings
 from nnsight_async.interleave.interleaver import Limits
+from nnsight_async.interleave.locations import Location
+from nnsight_async.interleave.taps import Taps
 from nnsight_async.runs import failures
 from nnsight_async.runs.frames import inbox_address
 from nnsight_async.tree.describe import describe
@@ -22,6 +25,7 @@ from nnsight_async.worker.adapters import Adapters
 from nnsight_async.worker.blocks import Blocks, Edit
 from nnsight_async.worker.entries import around
 from nnsight_async.worker.following import FollowingBlocks
+from nnsight_async.worker.graphs import Graphs
 from nnsight_async.worker.last_words import HOME, spoken
 from nnsight_async.worker.outbox import NoOutbox, Outbox
 from nnsight_async.worker.recycling import Recycling
@@ -33,6 +37,7 @@ from nnsight_async.worker.v2 import V2Entry
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from nnsight_async.interleave.locations import Kind
     from nnsight_async.tree.manifest import Manifest
 
 FATAL = (
@@ -54,6 +59,7 @@ class BlockWorker:
     nnsight_blocks: Blocks
     nnsight_outbox: Outbox
     nnsight_manifest: Manifest
+    nnsight_graphs: Graphs | None
     nnsight_runner: str
     nnsight_adapters: Adapters
 
@@ -87,6 +93,17 @@ class BlockWorker:
     def nnsight_rename(self, renames: dict[str, str]) -> None:
         """Let blocks use other names for modules; the client has checked them against the manifest."""
         self.nnsight_blocks.interleaver.model = ModelView(Envoy(self.nnsight_manifest.renamed(renames)))
+
+    def nnsight_tap(self, taps: list[tuple[str, Kind, str]]) -> bytes | None:
+        """Have blocks look at these locations alone, where graphs are to stop; returns the error, packed."""
+        interleaver = self.nnsight_blocks.interleaver
+        try:
+            interleaver.taps = Taps((Location(*tap) for tap in taps), interleaver.order)
+            if self.nnsight_graphs is not None:
+                self.nnsight_graphs.record(interleaver.taps.events)
+        except Exception as error:
+            return failures.pack(error, "while graphs were recorded that stop at the taps")
+        return None
 
     def nnsight_receive(self, digest: bytes, size: int, start: int, piece: bytes) -> str | None:
         """Take in a piece of a constant; returns what went wrong (vLLM would log it as a fault of the engine)."""
@@ -138,6 +155,7 @@ class BlockWorker:
             "reports": interleaver.sites.reports,
             "steps": self.nnsight_blocks.steps,
             "block_seconds": interleaver.watchdog.seconds,
+            "graphs": 0 if self.nnsight_graphs is None else self.nnsight_graphs.recorded,
             "strikes": interleaver.watchdog.total,
             "replays": interleaver.log.replays,
             "exchanges": interleaver.exchanges,
@@ -156,9 +174,11 @@ class BlockWorker:
         entry = V2Entry if getattr(self, "use_v2_model_runner", False) else V1Entry
         entry.check(runner)
         model = runner.model
+        graphs = entry.graphs(runner)
 
         def forward() -> None:
-            model.compute_logits(entry.dummy_forward(runner)[:1])
+            with nullcontext() if graphs is None else graphs.eager():
+                model.compute_logits(entry.dummy_forward(runner)[:1])
 
         group = TensorParallel.of(runner)
         calls = record(model, forward, group.observed)
@@ -178,5 +198,8 @@ class BlockWorker:
         self.nnsight_adapters = Adapters(self, manager, group.agree)  # type: ignore[arg-type]
         blocks = Blocks if group.leads else FollowingBlocks
         self.nnsight_blocks = blocks(interleaver, self.nnsight_outbox, runner.device, recycling, self.nnsight_adapters)
-        entry(runner, self.nnsight_blocks)
+        if graphs is not None:
+            graphs.interleaver = interleaver
+        self.nnsight_graphs = graphs
+        entry(runner, self.nnsight_blocks, *() if graphs is None else (graphs,))
         self.nnsight_runner = entry.__name__
