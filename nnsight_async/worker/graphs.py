@@ -40,6 +40,7 @@ class Graphs:
         self._runner = runner
         self._looking = False
         """Whether a block looks into the forward pass of this step."""
+        self._recording = False
         self._stopping: dict[Any, Any] = {}
         self._forms = EagerForms(runner.model, runner.vllm_config)
         self._manager = runner.cudagraph_manager
@@ -122,7 +123,7 @@ class Graphs:
     def _reporting(self, taps: list[Location]) -> Generator[None]:
         """Have the modules report at `taps` to what is being recorded."""
         listener, sites = self.interleaver, self.interleaver.sites
-        listener.fire = self._stop  # type: ignore[method-assign]
+        self._recording, listener.fire = True, self._stop  # type: ignore[method-assign]
         for tap in taps:
             dict.__setitem__(listener.waiting, tap, [])
             sites.want(tap)
@@ -133,6 +134,7 @@ class Graphs:
                 dict.__delitem__(listener.waiting, tap)
                 sites.release(tap)
             del listener.fire
+            self._recording = False
 
     @torch.inference_mode()
     def _record(self, forwards: Callable[..., Callable[..., None]]) -> None:
@@ -175,7 +177,7 @@ class Graphs:
         return copy
 
     def _pass(self, event: Location, value: Any, going_on: Any) -> None:
-        if event in self.interleaver.waiting:
+        if event in self.interleaver.waiting and not self._recording:
             after = self.interleaver.fire(event, value)
             _overwrite(going_on, after, value, also_same=event.at_entry)
 

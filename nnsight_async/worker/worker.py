@@ -78,12 +78,14 @@ class BlockWorker:
         return times
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
-        self.nnsight_blocks.schedule(scheduler_output)
+        if hasattr(self, "nnsight_blocks"):  # vLLM 0.33 warms its kernels up with requests, before there are any
+            self.nnsight_blocks.schedule(scheduler_output)
         return super().execute_model(scheduler_output)  # type: ignore[misc]
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
-        self.nnsight_blocks.end_step()
+        if hasattr(self, "nnsight_blocks"):
+            self.nnsight_blocks.end_step()
         return output
 
     def nnsight_describe(self) -> bytes:

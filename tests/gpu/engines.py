@@ -24,6 +24,7 @@ ARGUMENTS: dict[str, Any] = {
     "attention_backend": "TRITON_ATTN",  # the only one for float32
 }
 GRAPHS = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+UNCOMPILED = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4], "cudagraph_mode": "FULL", "mode": 0}}
 
 
 @contextmanager

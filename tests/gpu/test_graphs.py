@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nnsight_async import VLLM, NotATapError
-from tests.gpu.engines import GRAPHS, engine
+from tests.gpu.engines import UNCOMPILED, engine
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def replaced(model: Any, tracer: Any) -> None:
     for step in tracer.iter[:]:
         if step % 2:
             model.model.layers[0].self_attn.output = torch.zeros_like(model.model.layers[0].self_attn.output)
-        model.model.layers[2].input[:, :4] = 1.0
+        model.model.layers[2].resid_pre[:, :4] += 1.0
         tracer.save(model.logits, "logits")
 
 
@@ -161,7 +161,7 @@ async def test_operations_can_be_taps(qwen3: str, eager: VLLM) -> None:
             tracer.save(model.logits, "logits")
 
     operation = "model.layers[1].self_attn.source.rotary_emb_0.output"
-    with engine(qwen3, taps=[operation], **GRAPHS) as model:
+    with engine(qwen3, taps=[operation], **UNCOMPILED) as model:
         assert model.taps == ("model.model.layers[1].self_attn.source.rotary_emb_0.output",)
         assert_same(await outcome(model, rotated, PROMPT), await outcome(eager, rotated, PROMPT))
 
@@ -176,5 +176,5 @@ async def test_a_stream_that_a_layer_keeps_is_changed_for_it_too(gpt2: str) -> N
             tracer.save(model.logits, "logits")
 
     taps = ["transformer.h[1].resid_mid", "transformer.h[1].resid_post"]
-    with engine(gpt2) as without, engine(gpt2, taps=taps, **GRAPHS) as model:
+    with engine(gpt2) as without, engine(gpt2, taps=taps, **UNCOMPILED) as model:
         assert_same(await outcome(model, middle, PROMPT), await outcome(without, middle, PROMPT))
