@@ -19,6 +19,15 @@ def probe(model: Any, work: Work) -> Probe:
     return _one(middle) if work == "one" else _every(layers)
 
 
+def taps(repo: str, *, every: bool) -> list[str]:
+    """Where the blocks look: at the middle layer, or at every one."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(repo)
+    path = "transformer.h" if config.model_type == "gpt2" else "model.layers"
+    return [f"{path}[*].output" if every else f"{path}[{config.num_hidden_layers // 2}].output"]
+
+
 def _one(layer: Any) -> Probe:
     def one(model: Any, tracer: Any) -> None:
         for _ in tracer.iter[:]:

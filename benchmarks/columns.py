@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-EngineKind = Literal["plain", "graphs", "ours"]
+EngineKind = Literal["plain", "graphs", "ours", "stepwise", "tap", "taps"]
 Work = Literal["plain", "idle", "one", "every", "edit"]
 
 
@@ -27,11 +27,19 @@ COLUMNS = {
         Column("idle", "ours", "idle", "our engine and worker, requests without a block"),
         Column("one", "ours", "one", "every request reads and saves the output of one layer at every step"),
         Column("every", "ours", "every", "every request reads and saves the output of every layer at every step"),
+        Column("graphs-idle", "stepwise", "idle", "our engine with graphs (`enforce_eager=False`), without a block"),
+        Column("graphs-one", "stepwise", "one", "`one` on it: steps with blocks call every module"),
+        Column("tap-idle", "tap", "idle", "our engine with one tap, requests without a block"),
+        Column("tap-one", "tap", "one", "`one` on it"),
+        Column("tap-edit", "tap", "edit", "every request adds to the output of that layer at every step"),
+        Column("taps-one", "taps", "one", "`one` on an engine with a tap at every layer"),
+        Column("taps-every", "taps", "every", "`every` on it"),
     )
 }
-BASELINE = "plain"
+EAGER: frozenset[EngineKind] = frozenset({"plain", "ours"})
+"""The engines that call every module in every step."""
 
 
 def default_columns(cuda: bool) -> list[str]:
     """All columns that the machine can run: without CUDA there are no graphs."""
-    return [name for name in COLUMNS if cuda or name != "graphs"]
+    return [name for name, column in COLUMNS.items() if cuda or column.engine in EAGER]

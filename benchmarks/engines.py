@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from benchmarks import blocks
 from benchmarks.clock import WorkerClock
-from benchmarks.columns import Work
+from benchmarks.columns import EngineKind, Work
 from benchmarks.stopwatch import WorkerStopwatch
 
 _numbers = count()
@@ -77,10 +77,14 @@ class Plain:
 class Ours:
     """Our engine: `VLLM(mode="async")`."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any], kind: EngineKind = "ours") -> None:
         from nnsight_async import VLLM
 
         repo = arguments.pop("model")
+        if kind == "stepwise":
+            arguments["enforce_eager"] = False
+        elif kind != "ours":
+            arguments["taps"] = blocks.taps(repo, every=kind == "taps")
         arguments["worker_extension_cls"] = _name(OurExtension)
         self._model = VLLM(repo, mode="async", dispatch=True, **arguments)
         self._probes: dict[Work, blocks.Probe] = {}

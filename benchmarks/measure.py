@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.columns import COLUMNS, Column
+from benchmarks.columns import COLUMNS, EAGER, Column, EngineKind
 from benchmarks.models import engine_arguments
 from benchmarks.options import Options
 from benchmarks.process import Subject
@@ -76,12 +77,15 @@ class Drivers:
 
 
 def _start(stack: ExitStack, columns: Sequence[Column], options: Options, cuda: bool, say: Say) -> dict[str, Subject]:
-    subjects: dict[str, Subject] = {}
-    for kind in dict.fromkeys(column.engine for column in columns):
+    """Where there are many cores (CUDA), all start at once."""
+    kinds = list(dict.fromkeys(column.engine for column in columns))
+
+    def start(kind: EngineKind) -> Subject:
         say(f"starting the {kind} engine")
-        arguments = _arguments(options, cuda, eager=kind != "graphs")
-        subjects[kind] = stack.enter_context(Subject(kind, arguments))
-    return subjects
+        return stack.enter_context(Subject(kind, _arguments(options, cuda, eager=kind in EAGER)))
+
+    with ThreadPoolExecutor(len(kinds) if cuda else 1) as pool:
+        return dict(zip(kinds, pool.map(start, kinds), strict=True))
 
 
 def _turn(columns: Sequence[Column], repeat: int) -> Sequence[Column]:
@@ -93,7 +97,7 @@ def _arguments(options: Options, cuda: bool, *, eager: bool) -> dict[str, Any]:
     """The same engine for all columns, but for graphs."""
     most = max(options.requests)
     length = options.prompt + options.steps
-    device: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.3}
+    device: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 4 << 30, "gpu_memory_utilization": 0.12}
     if not cuda:
         device = {"dtype": "float32", "kv_cache_memory_bytes": 256 << 20}
     if not eager:
@@ -102,7 +106,7 @@ def _arguments(options: Options, cuda: bool, *, eager: bool) -> dict[str, Any]:
     return {
         **engine_arguments(options.model),
         **device,
-        "enforce_eager": eager,
+        **({"enforce_eager": True} if eager else {}),
         "distributed_executor_backend": "uni",
         "max_model_len": -(-length // 64) * 64,
         "max_num_seqs": most,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.columns import BASELINE, COLUMNS
+from benchmarks.columns import COLUMNS
 from benchmarks.models import NAMES
 
 
@@ -19,6 +19,7 @@ class Options:
     prompt: int
     repeats: int
     columns: list[str] | None
+    baseline: str
     profile: bool
     latency: bool
     json: Path | None
@@ -36,10 +37,14 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     parser.add_argument(
         "--columns", type=_columns, help=f"some of {','.join(COLUMNS)} (default: all that can run here)"
     )
+    parser.add_argument("--baseline", default="plain", choices=COLUMNS, help="the column that the ratios are to")
     parser.add_argument("--profile", action="store_true", help="also say where host time goes, in an extra pass")
     parser.add_argument("--latency", action="store_true", help="also say how long tokens take from worker to caller")
     parser.add_argument("--json", type=Path, help="a file for everything that was measured")
-    return Options(**vars(parser.parse_args(arguments)))
+    options = Options(**vars(parser.parse_args(arguments)))
+    if options.columns is not None and options.baseline not in options.columns:
+        options.columns.insert(0, options.baseline)
+    return options
 
 
 def _positive(text: str) -> int:
@@ -58,4 +63,4 @@ def _columns(text: str) -> list[str]:
     unknown = [name for name in names if name not in COLUMNS]
     if unknown:
         raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}")
-    return names if BASELINE in names else [BASELINE, *names]
+    return names

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.columns import BASELINE, COLUMNS
+from benchmarks.columns import COLUMNS
 from benchmarks.measure import Measured
 from benchmarks.options import Options
 
@@ -31,13 +31,23 @@ def machine(measured: Measured) -> str:
 
 def table(measured: Measured, options: Options) -> str:
     """Tokens per second as a ratio to the baseline, and milliseconds per step, by column and number of requests."""
-    header = ["requests", "column", "tokens/s", f"of {BASELINE}", "ms per step", "spread", "us per request and step"]
-    rows = [_row(measured, name, requests) for requests in options.requests for name in measured.columns]
+    header = [
+        "requests",
+        "column",
+        "tokens/s",
+        f"of {options.baseline}",
+        "ms per step",
+        "spread",
+        "us per request and step",
+    ]
+    rows = [
+        _row(measured, name, requests, options.baseline) for requests in options.requests for name in measured.columns
+    ]
     return markdown(header, rows)
 
 
-def _row(measured: Measured, name: str, requests: int) -> Row:
-    cells, base = measured.cells[name, requests], measured.cells[BASELINE, requests]
+def _row(measured: Measured, name: str, requests: int, baseline: str) -> Row:
+    cells, base = measured.cells[name, requests], measured.cells[baseline, requests]
     speed, steps = _median(_speeds(cells)), [1e3 * cell["step"] for cell in cells]
     over = 1e3 * (_median(steps) - 1e3 * _median(cell["step"] for cell in base)) / requests
     return [
@@ -47,20 +57,32 @@ def _row(measured: Measured, name: str, requests: int) -> Row:
         f"{speed / _median(_speeds(base)):.2f}",
         f"{_median(steps):.2f}",
         f"{min(steps):.2f} to {max(steps):.2f}",
-        "" if name == BASELINE else f"{over:+.0f}",
+        "" if name == baseline else f"{over:+.0f}",
     ]
 
 
 def latency_table(measured: Measured, options: Options) -> str:
     """From the end of a step in the worker to its token with the caller, over all tokens of all repeats; and how much
     longer a token takes than the baseline's of the same turn: the median turn, the least and the most."""
-    header = ["requests", "column", "median us", "99th percentile", f"over {BASELINE}", "added per token", "spread"]
-    rows = [_latency_row(measured, name, requests) for requests in options.requests for name in measured.columns]
+    header = [
+        "requests",
+        "column",
+        "median us",
+        "99th percentile",
+        f"over {options.baseline}",
+        "added per token",
+        "spread",
+    ]
+    rows = [
+        _latency_row(measured, name, requests, options.baseline)
+        for requests in options.requests
+        for name in measured.columns
+    ]
     return markdown(header, rows)
 
 
-def _latency_row(measured: Measured, name: str, requests: int) -> Row:
-    cells, base = measured.cells[name, requests], measured.cells[BASELINE, requests]
+def _latency_row(measured: Measured, name: str, requests: int, baseline: str) -> Row:
+    cells, base = measured.cells[name, requests], measured.cells[baseline, requests]
     delays = [1e6 * delay for cell in cells for delay in cell["delays"]]
     usual = _median(1e6 * delay for cell in base for delay in cell["delays"])
     added = [100 * (cell["step"] / other["step"] - 1) for cell, other in zip(cells, base, strict=True)]
@@ -69,9 +91,9 @@ def _latency_row(measured: Measured, name: str, requests: int) -> Row:
         name,
         f"{_median(delays):,.0f}",
         f"{statistics.quantiles(delays, n=100)[98]:,.0f}",
-        "" if name == BASELINE else f"{_median(delays) - usual:+,.0f}",
-        "" if name == BASELINE else f"{_median(added):+.1f} %",
-        "" if name == BASELINE else f"{min(added):+.1f} to {max(added):+.1f}",
+        "" if name == baseline else f"{_median(delays) - usual:+,.0f}",
+        "" if name == baseline else f"{_median(added):+.1f} %",
+        "" if name == baseline else f"{min(added):+.1f} to {max(added):+.1f}",
     ]
 
 

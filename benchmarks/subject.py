@@ -30,7 +30,8 @@ def main() -> None:
 
 async def _serve(commands: IO[str], replies: IO[str]) -> None:
     setup = json.loads(commands.readline())
-    engine: Driven = Ours(setup["arguments"]) if setup["kind"] == "ours" else Plain(setup["arguments"])
+    kind, arguments = setup["kind"], setup["arguments"]
+    engine: Driven = Plain(arguments) if kind in ("plain", "graphs") else Ours(arguments, kind)
     try:
         _say(replies, _versions())
         # Nothing runs between a reply and the next command, so the loop may stand still.
