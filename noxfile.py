@@ -49,7 +49,9 @@ def tests(session: nox.Session) -> None:
     """The test suite; what follows `--` goes to pytest (`nox -s tests -- -m slow`)."""
     install_project(session)
     session.log("running the tests against real engines: the first results take about a minute")
-    session.run("python", "-m", "pytest", *session.posargs, env=ENGINE_ENVIRONMENT)
+    # One file of tests, and the engines that it starts, runs in one process.
+    together = ["-n", "0" if has_cuda() else str(min(os.cpu_count() or 1, 4)), "--dist", "loadfile"]
+    session.run("python", "-m", "pytest", *together, *session.posargs, env=ENGINE_ENVIRONMENT)
 
 
 @nox.session(python=["3.12", "3.13"])

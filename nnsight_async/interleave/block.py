@@ -203,9 +203,10 @@ class BlockRun:
         """Hand the thread to the block; False if the watchdog had to take it back."""
         self._greenlet.parent = greenlet.getcurrent()
         interleaver, stdout = self._interleaver, sys.stdout
-        watchdog, grad_mode = interleaver.watchdog, torch.is_grad_enabled()
+        watchdog, graph = interleaver.watchdog, interleaver.differentiable is not None
+        grad_mode = torch.is_grad_enabled() if graph else False
         try:
-            if self._grad_mode is not None and self._grad_mode != grad_mode:
+            if graph and self._grad_mode is not None and self._grad_mode != grad_mode:
                 torch.set_grad_enabled(self._grad_mode)
             watchdog.begin(min(self._timeout, UNWINDING) if self._killed else self._timeout)
             interleaver.running = True
@@ -216,8 +217,8 @@ class BlockRun:
             return False
         finally:
             watchdog.end()
-            self._grad_mode = torch.is_grad_enabled()
-            if self._grad_mode != grad_mode:
+            if graph:
+                self._grad_mode = torch.is_grad_enabled()
                 torch.set_grad_enabled(grad_mode)
             if interleaver.setting.own_process:
                 sys.stdout = stdout
