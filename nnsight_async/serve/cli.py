@@ -21,7 +21,7 @@ PYTHON = """\
 run blocks of Python that clients send, for keys with the scope 'python'. Whoever may send one can do on this machine \
 what the user can who has started the server"""
 
-TAP = "taps are not supported yet: every location can be read on an engine without them"
+TAP = "where blocks may look, on an engine that replays CUDA graphs (docs/graphs.md); may be given several times"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = frontend.engine_args(args, defaults)
     args.model = repo
     args.disable_log_stats = given.get("disable_log_stats", True)
-    with VLLM(repo, mode="async", dispatch=True, max_save_bytes=args.max_save_bytes, **given) as model:
+    ours = {"taps": args.tap, "max_save_bytes": args.max_save_bytes}
+    with VLLM(repo, mode="async", dispatch=True, **ours, **given) as model:
         return serve(model, keys, args)
 
 
@@ -84,7 +85,7 @@ def make_parser() -> Any:
         action="store_true",
         help="serve whoever can reach this host, for everything, without a key",
     )
-    ours.add_argument("--tap", action="append", default=[], help="not supported yet")
+    ours.add_argument("--tap", action="append", default=[], help=TAP)
     ours.add_argument("--max-runs", type=int, default=limits.runs, help="runs of one key at a time")
     ours.add_argument("--max-run-seconds", type=float, default=limits.run_seconds, help="how long a run may take")
     ours.add_argument("--max-body-bytes", type=int, default=limits.body, help="bytes of a request")
@@ -94,8 +95,6 @@ def make_parser() -> Any:
 
 def check(args: argparse.Namespace, defaults: argparse.Namespace) -> Keys:
     """The keys; `ValueError` for options that do not go together, or that this server has not."""
-    if args.tap:
-        raise ValueError(f"--tap: {TAP}")
     if not (args.model_tag or getattr(args, "model", None) != getattr(defaults, "model", None)):
         raise ValueError("which model? write `nnsight-serve REPO`")
     refused = frontend.refused(args, defaults)

@@ -65,6 +65,8 @@ def _parsed(tap: str) -> Pattern:
 
 
 def _locations(pattern: Pattern, manifest: Manifest) -> Iterator[Location]:
+    if not pattern.text.strip():
+        raise ValueError("taps: an empty string is no place in the model")
     modules = _modules(pattern.modules, manifest)
     if not modules and pattern.modules[:1] == ("model",):  # the variable
         modules = _modules(pattern.modules[1:], manifest)
@@ -92,14 +94,15 @@ def _modules(parts: Sequence[str], manifest: Manifest) -> list[ModuleInfo]:
     ]
 
 
-def _names(path: str, manifest: Manifest) -> Iterator[str]:
+def _names(path: str, manifest: Manifest) -> list[str]:
     """The path, and it with the names that `rename` has given."""
-    yield path
+    names = [path]
     for alias, renamed in manifest.renames.items():
-        if "." in renamed and f"{path}.".startswith(f"{renamed}."):
-            yield f"{alias}{path.removeprefix(renamed)}"
-        elif "." not in renamed and renamed in path.split("."):
-            yield ".".join(alias if part == renamed else part for part in path.split("."))
+        if "." not in renamed:
+            names += [".".join(alias if part == renamed else part for part in name.split(".")) for name in names]
+        elif f"{path}.".startswith(f"{renamed}."):
+            names.append(f"{alias}{path.removeprefix(renamed)}")
+    return names
 
 
 def _matches(parts: Sequence[str], names: Sequence[str]) -> bool:

@@ -3,76 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from nnsight_async import VLLM, NotATapError
+from nnsight_async.testing.oracle import generation
 from tests.gpu.engines import UNCOMPILED, engine
+from tests.gpu.probes import (
+    CLOSE,
+    PROBES,
+    PROMPT,
+    STEPS,
+    Probe,
+    assert_same,
+    late,
+    lens,
+    outcome,
+    replaced,
+    steered,
+    streams,
+)
 
 pytestmark = pytest.mark.gpu
-
-PROMPT = [5, 17, 101, 9, 33, 250, 77]
-STEPS = 12
-GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": STEPS}
-CLOSE: dict[str, float] = {"rtol": 2e-3, "atol": 2e-3}
-"""Compiled kernels add up in another order, in float32 too."""
-
-Probe = Callable[[Any, Any], object]
-
-
-def streams(model: Any, tracer: Any) -> None:
-    for _ in tracer.iter[:]:
-        tracer.save([layer.resid_post for layer in model.model.layers], "streams")
-        tracer.save(model.logits, "logits")
-
-
-def steered(model: Any, tracer: Any) -> None:
-    for _ in tracer.iter[:]:
-        model.model.layers[1].mlp.output[:] *= 1.5
-        model.model.layers[1].resid_post = model.model.layers[1].resid_post + 0.3
-        tracer.save(model.logits, "logits")
-
-
-def replaced(model: Any, tracer: Any) -> None:
-    for step in tracer.iter[:]:
-        if step % 2:
-            model.model.layers[0].self_attn.output = torch.zeros_like(model.model.layers[0].self_attn.output)
-        model.model.layers[2].resid_pre[:, :4] += 1.0
-        tracer.save(model.logits, "logits")
-
-
-def late(model: Any, tracer: Any) -> None:
-    for _ in tracer.iter[:]:
-        tracer.save(model.logits, "logits")
-        tracer.save(model.samples, "samples")
-
-
-def lens(model: Any, tracer: Any) -> None:
-    for _ in tracer.iter[:]:
-        stream = model.model.layers[1].resid_post[-1:]
-        tracer.save(model.logits_processor(model.lm_head, model.model.norm(stream)), "lens")
-
-
-PROBES: tuple[Probe, ...] = (streams, steered, replaced, late, lens)
-
-
-async def outcome(model: VLLM, probe: Probe | None, prompt: list[int], **more: Any) -> tuple[list[int], dict[str, Any]]:
-    """Tokens, and what was saved in each step, by name."""
-    if probe is None:
-        (output,) = await model.generate(prompt, **{**GREEDY, **more})
-        return list(output.outputs[0].token_ids), {}
-    async with model.run(prompt, probe, **{**GREEDY, **more}) as run:
-        tokens = [token async for token in run.stream()]
-    names = {name for token in tokens for name in token.saves}
-    return [token.id for token in tokens], {name: [token.saves.get(name) for token in tokens] for name in names}
-
-
-def assert_same(got: Any, expected: Any) -> None:
-    assert got[0] == expected[0]
-    torch.testing.assert_close(got[1], expected[1], **CLOSE)
 
 
 @pytest.fixture(params=["stepwise", "tapped"])
@@ -83,6 +38,18 @@ def graphs(request: pytest.FixtureRequest) -> VLLM:
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.__name__)
 async def test_blocks_see_and_change_what_they_do_without_graphs(graphs: VLLM, eager: VLLM, probe: Probe) -> None:
     assert_same(await outcome(graphs, probe, PROMPT), await outcome(eager, probe, PROMPT))
+
+
+async def test_they_see_what_transformers_computes(graphs: VLLM, qwen3: str) -> None:
+    hf = AutoModelForCausalLM.from_pretrained(qwen3, dtype=torch.float32)
+    expected = generation(hf, PROMPT, STEPS)
+
+    tokens, saved = await outcome(graphs, streams, PROMPT)
+
+    assert tokens == expected.ids
+    torch.testing.assert_close(torch.cat(saved["logits"]), expected.logits, **CLOSE)
+    for number, stream in enumerate(expected.streams):
+        torch.testing.assert_close(torch.cat([step[number] for step in saved["streams"]]), stream, **CLOSE)
 
 
 async def test_every_step_of_a_block_has_its_values(graphs: VLLM) -> None:

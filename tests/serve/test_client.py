@@ -183,7 +183,6 @@ def test_options_of_vllm_go_to_its_engine(parsed: Any, tmp_path: Path) -> None:
     [
         ([], "which model"),
         (["x", "--host", "0.0.0.0"], "there is no key"),
-        (["x", "--tap", "model.layers.3"], "taps are not supported yet"),
         (["x", "--headless"], "one process"),
         (["x", "--api-server-count", "2"], "one process"),
         (["x", "--allowed-origins", '["*"]'], "pages of other servers"),
@@ -194,6 +193,11 @@ def test_options_of_vllm_go_to_its_engine(parsed: Any, tmp_path: Path) -> None:
 def test_what_does_not_go_is_refused_with_a_reason(parsed: Any, arguments: list[str], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         parsed(*arguments)
+
+
+def test_taps_are_those_that_were_given(parsed: Any) -> None:
+    args, _, _ = parsed("x", "--tap", "model.layers.3.output", "--tap", "model.layers[*].mlp")
+    assert args.tap == ["model.layers.3.output", "model.layers[*].mlp"]
 
 
 def test_where_a_key_comes_from(parsed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
