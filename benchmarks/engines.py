@@ -92,7 +92,7 @@ class Ours:
     async def tokens(self, work: Work, prompt: list[int], steps: int) -> AsyncIterator[object]:
         async with self._run(work, prompt, _sampling(steps)) as run:
             async for token in run.stream():
-                assert work == "idle" or token.saves
+                assert work in ("idle", "edit") or token.saves
                 yield token
 
     def _run(self, work: Work, prompt: list[int], sampling: dict[str, Any]) -> Any:

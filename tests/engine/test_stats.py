@@ -39,6 +39,7 @@ async def test_each_run_is_counted_once_by_how_it_ended(model: VLLM) -> None:
         *COUNTED,
         "dropped_steps",
         "exchanges",
+        "graphs",
         "reports",
         "replays",
         "edits",
