@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -41,6 +42,7 @@ class Adapters:
         self._users: dict[int, dict[int, User]] = {}
         """By the number of the adapter: the requests that use it, by identity."""
         self._left = asyncio.Event()
+        self._changes: Counter[str] = Counter()
 
     def check(self, lora: Any, user: User | None = None) -> None:
         """Raise where `lora` cannot be used: `TypeError`, or `AdapterError` for what is known as something else.
@@ -58,9 +60,15 @@ class Adapters:
             raise AdapterError(NOT_ENABLED)
         with self._checking:
             self._check_known(lora)
+            if lora.load_inplace and lora.lora_int_id in self._known:
+                self._changes[lora.lora_name] += 1
             self._known[lora.lora_int_id] = lora.lora_name, lora.lora_path
             if user is not None:
                 self._users.setdefault(lora.lora_int_id, {})[id(user)] = user
+
+    def changes(self, lora: LoRARequest | None) -> int:
+        """How often the name of an adapter has come to mean other weights."""
+        return 0 if lora is None else self._changes[lora.lora_name]
 
     def let_go(self, lora: LoRARequest, user: User) -> None:
         """The request is over, in the engine too. Called on the engine's loop."""
@@ -104,13 +112,18 @@ class Adapters:
                     "them, before it is removed"
                 )
             if not users:
-                self._known.pop(number, None)
+                self._unname(number)
             return not users
 
     def _forget(self, number: int) -> None:
         """It could not be loaded: its number and its name are free again."""
         with self._checking:
-            self._known.pop(number, None)
+            self._unname(number)
+
+    def _unname(self, number: int) -> None:
+        name, _ = self._known.pop(number, (None, None))
+        if name is not None:
+            self._changes[name] += 1
 
     def _check_known(self, lora: LoRARequest) -> None:
         for number, (name, path) in self._known.items():

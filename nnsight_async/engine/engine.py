@@ -144,7 +144,12 @@ class Engine:
             run.buffer = Buffer(limits.buffered_bytes, limits.slow_consumers)
             request = run.request
             request.prompt = self._prefixes.apart(
-                request.prompt, request.params, run.key, run.edits, block=run.block is not None
+                request.prompt,
+                request.params,
+                run.key,
+                run.edits,
+                block=run.block is not None,
+                adapter=self.adapters.changes(request.lora),
             )
         with self._submitting:
             if self._closing:

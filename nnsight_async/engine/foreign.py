@@ -273,9 +273,10 @@ class ForeignRequests:
         if ready:
             prompt = copy(prompt)
             prompt.sampling_params = params
-        prompt = self._prefixes.apart(prompt, params, foreign.keys[0], edits, block=False)
         if lora is not None:
             self._adapters.check(lora, foreign)
+        changes = self._adapters.changes(lora)
+        prompt = self._prefixes.apart(prompt, params, foreign.keys[0], edits, block=False, adapter=changes)
         self._runs.update(dict.fromkeys(foreign.keys, foreign))
         self._watch()
         try:

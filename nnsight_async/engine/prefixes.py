@@ -30,18 +30,23 @@ class Prefixes:
         """A request with edits has failed: from now on, none reads what those before have left."""
         self._failures += 1
 
-    def apart(self, prompt: Any, params: Any, key: int, edits: Sequence[Installed], *, block: bool) -> Any:
-        """The prompt of a request, with what keeps its prefixes apart; `params` are changed, the prompt is not."""
-        if not self._cached or not (block or edits):
+    def apart(
+        self, prompt: Any, params: Any, key: int, edits: Sequence[Installed], *, block: bool, adapter: int = 0
+    ) -> Any:
+        """The prompt of a request, with what keeps its prefixes apart; `params` are changed, the prompt is not.
+
+        `adapter`: how often its LoRA adapter has been exchanged, as vLLM (0.32, 0.33) goes by the name alone.
+        """
+        if not self._cached or not (block or edits or adapter):
             return prompt
         alone = block or not all(edit.rowwise for edit in edits)
         if alone:
             params.skip_reading_prefix_cache = True
-        return _salted(prompt, f"{self._salt}-{key if alone else self._same(edits)}")
+        return _salted(prompt, f"{self._salt}-{key if alone else self._same(edits, adapter)}")
 
-    def _same(self, edits: Sequence[Installed]) -> str:
-        """Equal for requests that run the same edits, and for no others."""
-        numbers = repr([edit.number for edit in edits])
+    def _same(self, edits: Sequence[Installed], adapter: int) -> str:
+        """Equal for requests that run the same edits on the same weights, and for no others."""
+        numbers = repr([adapter, *(edit.number for edit in edits)])
         return f"edits-{self._failures}-{hashlib.sha256(numbers.encode()).hexdigest()[:16]}"
 
 

@@ -29,12 +29,15 @@ GREEDY = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
 LONG = {"temperature": 0.0, "ignore_eos": True}
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 RANK, ALPHA = 4, 8
+BLOCK = 32
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @pytest.fixture(scope="module")
 def adapted() -> Iterator[VLLM]:
-    model = build("llama", enable_lora=True, max_lora_rank=RANK * 2, max_loras=3)
+    model = build(
+        "llama", enable_lora=True, max_lora_rank=RANK * 2, max_loras=3, enable_prefix_caching=True, block_size=BLOCK
+    )
     yield model
     model.close()
 
@@ -260,6 +263,26 @@ async def test_loading_ahead_and_unloading(adapted, hf, tmp_path):
     assert not await adapted.remove_lora(7)
     await adapted.add_lora(LoRARequest("another", 7, lora.lora_path))
     await adapted.remove_lora(7)
+
+
+async def test_no_request_reads_prefixes_of_weights_that_were_exchanged(adapted, hf, tmp_path):
+    prompt = [*range(20, 20 + 2 * BLOCK + 5)]
+    folders = [write(hf, tmp_path / str(seed), seed) for seed in (11, 12)]
+    first, second = (generation(merged(hf, folder), prompt, STEPS).ids for folder in folders)
+
+    async def run(folder: str, **more: Any) -> tuple[list[int], int]:
+        lora = LoRARequest("exchanged", 11, folder, **more)
+        (output,) = await adapted.generate(prompt, lora_request=lora, **GREEDY)
+        return list(output.outputs[0].token_ids), output.num_cached_tokens
+
+    assert first != second
+    assert await run(folders[0]) == (first, 0)
+    assert await run(folders[0]) == (first, 2 * BLOCK)
+    assert await run(folders[1], load_inplace=True) == (second, 0)
+    assert await run(folders[1]) == (second, 2 * BLOCK)
+    await adapted.remove_lora(11)
+    assert await run(folders[0]) == (first, 0)
+    await adapted.remove_lora(11)
 
 
 async def test_an_adapter_that_requests_use_stays(adapted, hf, tmp_path):
