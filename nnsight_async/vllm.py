@@ -118,11 +118,11 @@ class VLLM(Surface, ModelView):
             check_repository(*self._asked)
         self.repo = repo
         self.mode: Mode = mode
-        self._asked_taps = taps
+        check_taps(taps)
+        self._asked_taps = tuple(taps)
         self._taps: tuple[Location, ...] = ()
         self._engine_args = engine_args
-        check_taps(taps)
-        self._settings = engine_settings(repo, engine_args, tapped=bool(taps))
+        self._settings = engine_settings(repo, engine_args, tapped=bool(self._asked_taps))
         self._renames = dict(rename or {})
         self._limits = Limits(max_save_bytes, block_timeout, max_buffered_bytes, slow_consumers, max_constant_bytes)
         name = model_name(self._settings)

@@ -65,7 +65,7 @@ def engine_settings(repo: str, given: dict[str, Any], *, tapped: bool = False) -
         "use_tqdm_on_load": sys.stderr is not None and sys.stderr.isatty(),
         "worker_cls": _cpu_worker(given) if current_platform.is_cpu() else CUDA_WORKER,
     }
-    return {"model": repo, **ours, **given}
+    return {"model": repo, **ours, **given, "enforce_eager": eager}
 
 
 def _eager(given: Mapping[str, Any], *, tapped: bool, cpu: bool) -> bool:

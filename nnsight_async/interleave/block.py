@@ -203,10 +203,9 @@ class BlockRun:
         """Hand the thread to the block; False if the watchdog had to take it back."""
         self._greenlet.parent = greenlet.getcurrent()
         interleaver, stdout = self._interleaver, sys.stdout
-        watchdog, graph = interleaver.watchdog, interleaver.differentiable is not None
-        grad_mode = torch.is_grad_enabled() if graph else False
+        watchdog, grad_mode = interleaver.watchdog, torch.is_grad_enabled()
         try:
-            if graph and self._grad_mode is not None and self._grad_mode != grad_mode:
+            if self._grad_mode is not None and self._grad_mode != grad_mode:
                 torch.set_grad_enabled(self._grad_mode)
             watchdog.begin(min(self._timeout, UNWINDING) if self._killed else self._timeout)
             interleaver.running = True
@@ -217,8 +216,8 @@ class BlockRun:
             return False
         finally:
             watchdog.end()
-            if graph:
-                self._grad_mode = torch.is_grad_enabled()
+            self._grad_mode = torch.is_grad_enabled()
+            if self._grad_mode != grad_mode:
                 torch.set_grad_enabled(grad_mode)
             if interleaver.setting.own_process:
                 sys.stdout = stdout

@@ -107,6 +107,10 @@ class Interleaver:
         """The forward pass is over `rows` in all."""
         self._batch.rows = rows
 
+    def share(self) -> None:
+        """The tensors of this pass hold other rows than those of the runs: those of earlier steps, in its padding."""
+        self._batch.shared = True
+
     def begin_sampling(self, spans: Mapping[BlockRun, Span], batch: Batch) -> None:
         """From here on, values have one row per request instead of one per token."""
         self._batch, self._spans = batch, spans

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nnsight_async.errors import UnsupportedError
 from nnsight_async.worker.entries import around, require
-from nnsight_async.worker.forms import EagerForms
+from nnsight_async.worker.forms import use_kernels
+from nnsight_async.worker.stops import Stops
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.interleaver import Interleaver
@@ -40,13 +42,11 @@ class Graphs:
         self._runner = runner
         self._looking = False
         """Whether a block looks into the forward pass of this step."""
-        self._recording = False
         self._stopping: dict[Any, Any] = {}
-        self._forms = EagerForms(runner.model, runner.vllm_config)
         self._manager = runner.cudagraph_manager
+        use_kernels(runner.model, runner.vllm_config)
         around(self._manager, "dispatch", self._dispatch)
         runner.model.register_forward_pre_hook(self._enter)
-        runner.model.register_forward_hook(self._leave, always_call=True)
 
     @classmethod
     def of(cls, runner: Any) -> Graphs | None:
@@ -54,6 +54,7 @@ class Graphs:
         if runner.vllm_config.model_config.enforce_eager:
             return None
         require(runner, NAMES)
+        _refuse(runner)
         return cls(runner)
 
     @property
@@ -78,20 +79,33 @@ class Graphs:
         """Record graphs of decode steps that stop at `taps`, beside those that vLLM has recorded of the same sizes."""
         from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
+        stops, found = Stops(self.interleaver, taps), dict[Any, Any]()
         capture = CudaGraphManager.capture
-        CudaGraphManager.capture = lambda manager, forwards, *_: self._record(forwards)  # type: ignore[method-assign]
+
+        def record(_: Any, forwards: Any, *more: Any) -> None:
+            found.update(self._recorded(forwards, stops))
+
+        CudaGraphManager.capture = record  # type: ignore[method-assign]
         try:
-            with self.eager(), self._reporting(list(taps)):
+            with self.eager(), stops.reported():
                 self._runner.capture_model()
         finally:
             CudaGraphManager.capture = capture  # type: ignore[method-assign]
         graphs = self._manager.graphs
-        for shape in self._stopping:
+        for shape in found:
             graphs[shape] = _Either(self, shape, graphs[shape])
+        self._stopping = found
 
     def replay(self, shape: Any, plain: Any) -> None:
         """Replay the graph of this shape that the step wants; `plain` is vLLM's."""
-        (self._stopping[shape] if self._looking else plain).replay()
+        if not self._looking:
+            plain.replay()
+            return
+        from vllm.forward_context import set_forward_context
+
+        self.interleaver.share()
+        with set_forward_context(None, self._runner.vllm_config, num_tokens=shape.num_tokens, skip_compiled=True):
+            self._stopping[shape].replay()
 
     def _dispatch(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
         def entered(requests: int, tokens: int, *args: Any, **kwargs: Any) -> Any:
@@ -114,41 +128,21 @@ class Graphs:
             from vllm.forward_context import get_forward_context
 
             get_forward_context().skip_compiled = True
-            self._forms.use()
-
-    def _leave(self, module: torch.nn.Module, args: object, output: object) -> None:
-        self._forms.leave()
-
-    @contextmanager
-    def _reporting(self, taps: list[Location]) -> Generator[None]:
-        """Have the modules report at `taps` to what is being recorded."""
-        listener, sites = self.interleaver, self.interleaver.sites
-        self._recording, listener.fire = True, self._stop  # type: ignore[method-assign]
-        for tap in taps:
-            dict.__setitem__(listener.waiting, tap, [])
-            sites.want(tap)
-        try:
-            yield
-        finally:
-            for tap in taps:
-                dict.__delitem__(listener.waiting, tap)
-                sites.release(tap)
-            del listener.fire
-            self._recording = False
 
     @torch.inference_mode()
-    def _record(self, forwards: Callable[..., Callable[..., None]]) -> None:
+    def _recorded(self, forwards: Callable[..., Callable[..., None]], stops: Stops) -> dict[Any, Any]:
         from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
         from vllm.compilation.cudagraph_pool import capture_pool
         from vllm.config.compilation import CUDAGraphMode
         from vllm.distributed.parallel_state import graph_capture
         from vllm.model_executor.offloader.base import get_offloader
 
-        manager = self._manager
+        manager, found = self._manager, dict[Any, Any]()
         with graph_capture(device=manager.device):
             for shape in manager._capture_descs.get(CUDAGraphMode.FULL, ()):
-                if shape in self._stopping or shape.num_ubatches > 1:
+                if shape.num_ubatches > 1:
                     continue
+                stops.begin(shape.num_tokens)
                 forwards(shape, warmup=True)(CUDAGraphMode.FULL)  # that mode keeps the attention inside of the graphs
                 forward = forwards(shape, warmup=False)
                 get_offloader().sync_prev_onload()
@@ -158,28 +152,8 @@ class Graphs:
                 ):
                     forward(CUDAGraphMode.FULL)
                     get_offloader().join_after_forward()
-                self._stopping[shape] = capture
-
-    def _stop(self, event: Location, value: Any) -> Any:
-        """Have the graph that is being recorded stop here; returns what it goes on with.
-
-        That is a copy, because what blocks write must reach no one but whoever takes this value.
-        """
-        from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
-
-        capture = BreakableCUDAGraphCapture.current()
-        if capture is None:  # a pass that warms up
-            return value
-        copy = _each(value, torch.clone)
-        # The memory is that of the graph, which gives it to others when nobody in the graph needs it any more.
-        passing, going_on = _each(value, _weak), _each(copy, _weak)
-        capture.add_eager(lambda: self._pass(event, passing, going_on))
-        return copy
-
-    def _pass(self, event: Location, value: Any, going_on: Any) -> None:
-        if event in self.interleaver.waiting and not self._recording:
-            after = self.interleaver.fire(event, value)
-            _overwrite(going_on, after, value, also_same=event.at_entry)
+                found[shape] = capture
+        return found
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -194,35 +168,12 @@ class _Either:
         self.graphs.replay(self.shape, self.plain)
 
 
-def _weak(tensor: torch.Tensor) -> torch.Tensor:
-    from vllm.utils.torch_utils import weak_ref_tensor
+def _refuse(runner: Any) -> None:
+    """`UnsupportedError` for a model that is compiled where blocks cannot have it called module by module."""
+    from vllm.config.compilation import CompilationMode
 
-    return weak_ref_tensor(tensor)
-
-
-def _each(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with every tensor in it replaced by what `function` makes of it."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        items = [_each(item, function) for item in cast("list[Any]", value)]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, Mapping):
-        return {key: _each(item, function) for key, item in cast("Mapping[Any, Any]", value).items()}
-    return value
-
-
-def _overwrite(target: Any, after: Any, before: Any, *, also_same: bool) -> None:
-    """Write the tensors of `after` over those of `target`, which are equal to those of `before`.
-
-    `also_same`: tensors of `before` that are still there may have been written in place.
-    """
-    if isinstance(target, torch.Tensor):
-        if also_same or after is not before:
-            target.copy_(after)
-    elif isinstance(target, (tuple, list)):
-        for index, item in enumerate(cast("list[Any]", target)):
-            _overwrite(item, after[index], before[index], also_same=also_same)
-    elif isinstance(target, Mapping):
-        for key, item in cast("Mapping[Any, Any]", target).items():
-            _overwrite(item, after[key], before[key], also_same=also_same)
+    mode = runner.vllm_config.compilation_config.mode
+    if mode not in (CompilationMode.NONE, CompilationMode.VLLM_COMPILE):
+        raise UnsupportedError(f"compilation_config mode {mode} compiles blocks away: use 0 or 3")
+    if type(runner.model).__call__ is not torch.nn.Module.__call__:
+        raise UnsupportedError(f"{type(runner.model).__name__} is compiled as a whole: set enforce_eager=True")

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import connection, parent_process, resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
@@ -138,10 +138,11 @@ def said_first(tell: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(tell)
     def telling(*args: P.args, **kwargs: P.kwargs) -> R:
-        hear()
         error = sys.exception()
-        if error is not None:
-            last_words.leave(last_words.words_of(error))
+        with suppress(Exception):
+            hear()
+            if error is not None:
+                last_words.leave(last_words.words_of(error))
         return tell(*args, **kwargs)
 
     return telling

@@ -29,7 +29,7 @@ NAMES = (
 class V1Entry:
     """Reports the forward pass, the logits and the drawn tokens of a V1 runner to the blocks."""
 
-    def __init__(self, runner: Any, blocks: Blocks) -> None:
+    def __init__(self, runner: Any, blocks: Blocks, graphs: object = None) -> None:
         self._runner = runner
         self._blocks = blocks
         self._sampling = False
@@ -42,8 +42,8 @@ class V1Entry:
         """`UnsupportedError` if the runner replays graphs."""
         if not runner.vllm_config.model_config.enforce_eager:
             raise UnsupportedError(
-                "blocks cannot look into the graphs of vLLM's V1 runner: unset VLLM_USE_V2_MODEL_RUNNER, or build "
-                "the engine with enforce_eager=True and without taps"
+                "blocks cannot look into graphs of vLLM's V1 runner, which is in use (VLLM_USE_V2_MODEL_RUNNER=0, or a "
+                "feature that the V2 runner lacks): build the engine with enforce_eager=True and without taps"
             )
 
     @staticmethod

@@ -60,8 +60,8 @@ class V2Entry:
             state, uniform = gather(*args, **kwargs)
             if state is not None:  # the requests of a step, not a pass that measures
                 self._blocks.begin_step(self._composition(state))
-                if self._graphs is not None:
-                    self._graphs.choose()
+            if self._graphs is not None:
+                self._graphs.choose()
             return state, uniform
 
         return entered

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,7 @@ class BlockWorker:
     nnsight_outbox: Outbox
     nnsight_manifest: Manifest
     nnsight_graphs: Graphs | None
+    nnsight_agree: Callable[[str | None], Sequence[str | None]]
     nnsight_runner: str
     nnsight_adapters: Adapters
 
@@ -99,12 +101,29 @@ class BlockWorker:
     def nnsight_tap(self, taps: list[tuple[str, Kind, str]]) -> bytes | None:
         """Have blocks look at these locations alone, where graphs are to stop; returns the error, packed."""
         interleaver = self.nnsight_blocks.interleaver
-        try:
-            interleaver.taps = Taps((Location(*tap) for tap in taps), interleaver.order)
+        events = [Location(*tap) for tap in taps]
+
+        def declare() -> None:
+            for event in events:
+                interleaver.check(event)
+            interleaver.taps = Taps(events, interleaver.order)
+
+        def record() -> None:
             if self.nnsight_graphs is not None:
-                self.nnsight_graphs.record(interleaver.taps.events)
-        except Exception as error:
-            return failures.pack(error, "while graphs were recorded that stop at the taps")
+                self.nnsight_graphs.record(events)
+
+        return self._nnsight_together(declare) or self._nnsight_together(record)
+
+    def _nnsight_together(self, work: Callable[[], None]) -> bytes | None:
+        """Do something on all ranks; returns the error of one that could not, packed."""
+        error: Exception | None = None
+        try:
+            work()
+        except Exception as raised:
+            error = raised
+        told = [each for each in self.nnsight_agree(None if error is None else str(error)) if each is not None]
+        if told:
+            return failures.pack(error or RuntimeError(told[0]), "while the engine was made to stop at the taps")
         return None
 
     def nnsight_receive(self, digest: bytes, size: int, start: int, piece: bytes) -> str | None:
@@ -197,11 +216,12 @@ class BlockWorker:
         recycling = Recycling(model, cache.num_gpu_blocks, cache.block_size)
         keep_warnings()
         manager = getattr(runner, "lora_manager", None)
+        self.nnsight_agree = group.agree
         self.nnsight_adapters = Adapters(self, manager, group.agree)  # type: ignore[arg-type]
         blocks = Blocks if group.leads else FollowingBlocks
         self.nnsight_blocks = blocks(interleaver, self.nnsight_outbox, runner.device, recycling, self.nnsight_adapters)
         if graphs is not None:
             graphs.interleaver = interleaver
         self.nnsight_graphs = graphs
-        entry(runner, self.nnsight_blocks, *() if graphs is None else (graphs,))
+        entry(runner, self.nnsight_blocks, graphs)
         self.nnsight_runner = entry.__name__
