@@ -56,10 +56,8 @@ def check_taps(taps: Sequence[Any]) -> None:
 def _parsed(tap: str) -> Pattern:
     parts = [part for part in INDEX.sub(r".\1", tap).strip().split(".") if part]
     kind = parts.pop() if parts and parts[-1] in KINDS else "output"
-    if len(parts) > 1 and parts[-2] == "heads" and kind == "output":  # `heads.q`, which passes with the others
-        parts.pop()
-    if parts and parts[-1] == "heads":
-        parts, kind = parts[:-1], "heads"
+    if "heads" in parts:  # those of one head pass with the others
+        parts, kind = parts[: parts.index("heads")], "heads"
     at = parts.index("source") if "source" in parts else len(parts)
     return Pattern(tuple(parts[:at]), tuple(part for part in parts[at:] if part != "source"), kind, tap)
 

@@ -32,7 +32,7 @@ class Stops:
         self._rows = 0
         self._stream: Any = None
         self._open: dict[Location, list[list[tuple[Path, torch.Tensor, torch.Tensor]]]] = defaultdict(list)
-        """By the end of a call: the arguments of those that go on, each with its copy."""
+        """By the end of a call: the arguments of those that go on, each with a copy."""
         self._written: set[tuple[Location, Path]] = set()
         """Arguments that their callee writes into."""
         self._by_rows: dict[tuple[Location, Path], set[bool]] = defaultdict(set)
@@ -78,14 +78,26 @@ class Stops:
         return self.watch(event, value)
 
     def watch(self, event: Location, value: Any) -> Any:
-        """Find out into which of its arguments what is called at `event` writes."""
+        """Find out into which of its arguments what is called at `event` writes.
+
+        It is called with noise: its own memory may hold what it writes already, from a pass like this one.
+        """
         if event.at_entry:
-            self._open[_end(event)].append([(path, tensor, tensor.clone()) for path, tensor in _tensors(value)])
+            opened: list[tuple[Path, torch.Tensor, torch.Tensor]] = []
+
+            def noise(path: Path, tensor: torch.Tensor) -> torch.Tensor:
+                if not self._has_rows(tensor):
+                    return tensor
+                given = torch.randn_like(tensor.float()).to(tensor) if tensor.is_floating_point() else tensor.clone()
+                opened.append((path, given, given.clone()))
+                return given
+
+            value = _each(value, noise)
+            self._open[_end(event)].append(opened)
         elif self._open[event]:
             entry = event._replace(kind="inputs")
-            for path, tensor, before in self._open[event].pop():
-                if not _same_bytes(tensor, before):
-                    self._written.add((entry, path))
+            opened = self._open[event].pop()
+            self._written.update((entry, path) for path, given, before in opened if not _same_bytes(given, before))
         return value
 
     def stop(self, event: Location, value: Any, interrupt: Callable[[Callable[[], None]], object]) -> Any:

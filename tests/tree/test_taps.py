@@ -73,6 +73,7 @@ def test_names_that_were_given_are_known(manifest: Manifest) -> None:
         ("model.layers[0].mlp.source.x_0.output", "no operations|no operation 'x_0'"),
         ("model.layers[0].source.nothing_0.output", "it has act_0, mlp_0, norm_0"),
         ("model.layers[2].act", r"read it there"),
+        ("model.layers[0].heads[1].q", "holds no attention layer"),
         ("model.layers", "is one of several|cannot be read"),
         (" ", "an empty string"),
     ],

@@ -12,6 +12,7 @@ from nnsight_async import IsolationError, UnsupportedError
 from nnsight_async.interleave.interleaver import Interleaver
 from nnsight_async.interleave.locations import Location
 from nnsight_async.interleave.rows import Batch, Span
+from nnsight_async.interleave.views import StreamIn
 from nnsight_async.worker import stops
 from nnsight_async.worker.stops import Stops
 from tests.interleave.toy import WIDTH, Bench, Toy, order_of
@@ -119,8 +120,18 @@ def of_one_consumer(model: Any, tracer: Any) -> None:
         hidden[:] = 0
 
 
+def of_the_layer_too(model: Any, tracer: Any) -> None:
+    """A stream that is changed in place, for whoever holds it."""
+    from nnsight_async.interleave.context import current
+
+    for _ in tracer.iter[:]:
+        view = StreamIn.of(current().module("layers.1.norm"), middle=True)
+        stream = current().read_view(at("layers.1.norm", "inputs"), view)
+        stream[:] += 1
+
+
 TAPS = [at("layers.0"), at("layers.2.mlp"), at("layers.1.mlp"), at("layers.1.norm", "inputs")]
-PROBES: list[Callable[[Any, Any], object] | None] = [reads, in_place, None, replaced, of_one_consumer]
+PROBES: list[Callable[[Any, Any], object] | None] = [reads, in_place, None, replaced, of_one_consumer, of_the_layer_too]
 
 
 def steps(bench: Any, probes: list[Any], number: int = 3) -> list[dict[int, torch.Tensor]]:
@@ -141,7 +152,7 @@ def test_blocks_in_a_graph_do_what_they_do_without() -> None:
 
     torch.testing.assert_close(steps(graph, PROBES), steps(called, PROBES))
     assert graph.tape.stops == len(TAPS)
-    assert [run.error for run in graph.runs.values()] == [None] * 4
+    assert [run.error for run in graph.runs.values()] == [None] * 5
     ours, expected = graph.reports, called.reports
     assert len(ours) == len(expected) > 0
     assert str(ours) == str(expected)
@@ -182,7 +193,7 @@ class Mixed(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(hidden)
+        out = torch.zeros_like(hidden)  # what it writes for a row of zeros
         self.mixer(hidden, out)
         return hidden + out * self.scale
 
