@@ -70,7 +70,10 @@ class Meeting:
         self._interleaver.released += [run for run, _, _ in came[:-1]]
 
     def __str__(self) -> str:
-        return f"the end of a barrier, which {len(self._came)} of {self._parties} blocks have come to,"
+        return (
+            f"the block waits at a barrier, which {len(self._came)} of {self._parties} blocks have come to: all "
+            "invokes that call it have to call it equally often, and tracer.barrier(n) takes how many they are"
+        )
 
 
 class MeetingPlace(Interleaver):

@@ -62,9 +62,7 @@ class Outcome:
         return settle(self._job, timeout).outcome()
 
     async def _wait(self) -> Any:
-        with self._job.read():
-            await self._job.ended.until(lambda: self._job.settled)
-        return self._job.outcome()
+        return (await asettle(self._job)).outcome()
 
 
 F = TypeVar("F", bound="Job")
@@ -76,6 +74,14 @@ def settle(job: F, timeout: float | None = None) -> F:
         ended = job.ended.block_until(lambda: job.settled, timeout)
     if not ended:
         raise TimeoutError(f"the run had not ended after {timeout} s")
+    job.warn()
+    return job
+
+
+async def asettle(job: F) -> F:
+    """Wait for the end of what runs; cancelling the wait aborts it."""
+    with job.read():
+        await job.ended.until(lambda: job.settled)
     job.warn()
     return job
 
