@@ -114,6 +114,13 @@ class Interleaver:
         """The forward pass is at `event` with `value`; returns what it goes on with."""
         if self.running:
             return value
+        self.sites.wait()
+        try:
+            return self._fire(event, value)
+        finally:
+            self.sites.settle()
+
+    def _fire(self, event: Location, value: Any) -> Any:
         self.modes = Modes.now()
         runs = self.waiting.leave(event)
         replaying = self.log.replaying(event)

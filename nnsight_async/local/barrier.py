@@ -88,11 +88,11 @@ class MeetingPlace(Interleaver):
         self._release()
 
     def fire(self, event: Location, value: Any) -> Any:
-        runs = self.waiting.get(event, [])
-        if len(runs) > 1:  # they have come in the order of what they read before
+        runs = self.waiting.get(event)
+        if runs and len(runs) > 1:  # they have come in the order of what they read before
             runs.sort(key=lambda run: self._spans[run].start)
         value = super().fire(event, value)
-        while late := [run for run in self._release() if run.waits == event]:
+        while self.released and (late := [run for run in self._release() if run.waits == event]):
             others = [run for run in self.waiting[event] if run not in late]
             for run in others:  # they wait for the next time
                 self.waiting.forget(run)

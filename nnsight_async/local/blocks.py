@@ -80,7 +80,8 @@ class Blocks:
         """`run` has no more steps."""
         for block in blocks:
             self._of.pop(block, None)
-            self.interleaver.end(block)
+            if not block.over:  # else it has told of it
+                self.interleaver.end(block)
         self._runs.pop(run.key, None)
 
     def clear(self, numbers: Sequence[int]) -> None:

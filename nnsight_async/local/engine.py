@@ -56,6 +56,7 @@ class LocalEngine:
         self.manifest = manifest
         self.edits = InstalledEdits()
         self._limits = limits
+        self._vocabulary = loaded.vocabulary
         self._blocks = Blocks(loaded.device, limits.save_bytes, limits.block_seconds)
         slab = partial(PaddedSlab, experts=experts_of(loaded.model))
         setting = Setting(slab, LocalTracer, ThreadWatchdog, preempts=False, own_process=False)
@@ -65,7 +66,7 @@ class LocalEngine:
             self._blocks.report,
             LocalView(Envoy(manifest)),
             aliases_of(manifest),
-            Limits(loaded.vocabulary, loaded.positions),
+            Limits(self._vocabulary, loaded.positions),
             setting,
         )
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -163,7 +164,7 @@ class LocalEngine:
                 self._batches.append((Batch(model, group, self._interleaver, self.loaded.device), group))
 
     def _member(self, run: Run, meetings: dict[str, Meeting]) -> Member:
-        prompt = tokenized(run.request.prompt, self.loaded.tokenizer, self.loaded.vocabulary)
+        prompt = tokenized(run.request.prompt, self.loaded.tokenizer, self._vocabulary)
         blocks = self._blocks.arrive(run, len(prompt.ids), meetings)
         return Member(run, prompt, blocks, self.loaded.tokenizer, self.loaded.ends, self.loaded.device)
 

@@ -58,6 +58,10 @@ class Sampling:
         self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+KNOWN = tuple(field.name for field in fields(Sampling))
+ELSEWHERE = (PLAIN | OTHERS).difference(KNOWN)
+
+
 def settings(given: Mapping[str, Any], defaults: Mapping[str, Any], what: str) -> Request:
     """A request without a prompt; `TypeError` for an unknown name, `ValueError` for a bad value."""
     own = named(given, what)
@@ -65,13 +69,12 @@ def settings(given: Mapping[str, Any], defaults: Mapping[str, Any], what: str) -
         if own.pop(name, None) is not None:
             raise UnsupportedError(f"{name}= is for a model on vLLM")
     edits = edit_names(own.pop("edits", None))
-    known = [field.name for field in fields(Sampling)]
-    if others := sorted(own.keys() & (PLAIN | OTHERS) - set(known)):
+    if others := own.keys() & ELSEWHERE:
         raise UnsupportedError(
-            f"{what} got {others[0]}=, which vLLM knows and a local model does not: it takes {', '.join(known)}; in a "
-            "block, model.logits can be changed before the token is drawn"
+            f"{what} got {min(others)}=, which vLLM knows and a local model does not: it takes {', '.join(KNOWN)}; in "
+            "a block, model.logits can be changed before the token is drawn"
         )
-    check_names(own, [*known, *ALIASES, "edits"], what)
+    check_names(own, (*KNOWN, *ALIASES, "edits"), what)
     return Request(None, Sampling(**{**defaults, **own}), edits=edits)
 
 

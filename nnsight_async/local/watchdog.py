@@ -29,10 +29,9 @@ class ThreadWatchdog(Watchdog):
     def begin(self, seconds: float) -> None:
         if self._thread is None and seconds < math.inf:
             self._start()
-        with self._striking:
-            self._watched = threading.get_ident()
-            self._began = time.monotonic()
-            self._deadline = self._began + seconds
+        self._watched = threading.get_ident()
+        self._began = time.monotonic()
+        self._deadline = self._began + seconds
 
     def end(self) -> None:
         """The turn is over; raises `Expired` if it was struck at its very end, and then is to be called again."""

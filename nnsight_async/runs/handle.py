@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from nnsight_async.errors import OutsideBlockError
 from nnsight_async.interleave.context import save
@@ -30,7 +30,6 @@ class Launcher(Protocol):
     async def alaunch(self, job: Job) -> None: ...
 
 
-@runtime_checkable
 class Taking(Protocol):
     """What makes a block of its own kind of a body; others have it as bytes."""
 
@@ -43,8 +42,8 @@ class Owning(Protocol):
 
 def block_of(launcher: Owning, capture: BodyCapture, *tracers: object) -> Block:
     """The body as a block for `launcher`; its code may use the `tracers`."""
-    if isinstance(launcher, Taking):
-        return launcher.take(capture, *tracers)
+    if hasattr(type(launcher), "take"):  # asked of the model itself, it would be looked for among the modules
+        return cast("Taking", launcher).take(capture, *tracers)
     return capture.block([*launcher.owners(), *tracers])
 
 
