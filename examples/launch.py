@@ -25,13 +25,13 @@ def launch(example: Example, description: str | None) -> None:
     asyncio.run(_on_engine(example, checkpoint or default_checkpoint(), dtype, options))
 
 
-def launch_local(example: LocalExample, description: str | None) -> None:
-    """`launch`, for one that takes a model of transformers."""
+def launch_local(example: LocalExample, description: str | None, checkpoint: Callable[[], str] | None = None) -> None:
+    """`launch`, for one that takes a model of transformers: without `--model`, that which `checkpoint` makes."""
     from nnsight_async import TransformersModel
 
     options = vars(parser(example, description).parse_args())
-    checkpoint, dtype = options.pop("model"), options.pop("dtype")
-    with TransformersModel(checkpoint or default_checkpoint(), dtype=dtype) as model:
+    given, dtype = options.pop("model"), options.pop("dtype")
+    with TransformersModel(given or (checkpoint or default_checkpoint)(), dtype=dtype) as model:
         example(model, **options)
 
 

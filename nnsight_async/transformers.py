@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
@@ -11,6 +12,7 @@ from nnsight_async.capture.entered import is_entered
 from nnsight_async.capture.function import from_function
 from nnsight_async.engine.prompts import is_several
 from nnsight_async.errors import EngineClosedError
+from nnsight_async.local.arguments import check_arguments
 from nnsight_async.local.engine import LocalEngine, RunLimits
 from nnsight_async.local.held import Held
 from nnsight_async.local.invokes import LocalInvokeTrace
@@ -22,7 +24,9 @@ from nnsight_async.runs.generation import Generation
 from nnsight_async.runs.group import planned
 from nnsight_async.runs.handle import ProbeRun
 from nnsight_async.runs.invokes import ABSENT
+from nnsight_async.runs.keywords import over
 from nnsight_async.runs.map import Map
+from nnsight_async.runs.session import Session, in_session
 from nnsight_async.runs.surface import Mode, Surface
 from nnsight_async.runs.trace import Trace
 from nnsight_async.runs.window import Window
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 GENERATED = 20
 """How many tokens `generate` draws if nobody says, as in transformers."""
+BLOCK_TIMEOUT = 600.0
 
 
 class TransformersModel(Surface, ModelView):
@@ -55,13 +60,16 @@ class TransformersModel(Surface, ModelView):
         rename: other names for modules, as for `VLLM`.
         max_save_bytes: what one run may save, in bytes.
         max_buffered_bytes, slow_consumers: as for `VLLM`.
+        block_timeout: seconds that a block may run between two locations before its run fails; a call of C is not
+            interrupted, and its time counts (that of `backward()`, say). `math.inf`: as long as it likes.
         from_pretrained: everything that `from_pretrained` takes: `dtype`, `device_map`, `quantization_config`, ...
 
     Raises:
         ValueError: an unknown `mode`, or unknown `slow_consumers`.
+        TypeError: a keyword that looks like another one, or is for `from_pretrained` beside a loaded model.
     """
 
-    _not_here = "{0} is not supported yet on a TransformersModel"
+    _not_here = "{0} is not of a model: a tracer makes barriers, and backward() is called on a tensor in a block"
 
     def __init__(
         self,
@@ -75,14 +83,16 @@ class TransformersModel(Surface, ModelView):
         max_save_bytes: int = 1 << 30,
         max_buffered_bytes: int = 1 << 30,
         slow_consumers: SlowConsumers = "fail",
+        block_timeout: float = BLOCK_TIMEOUT,
         **from_pretrained: Any,
     ) -> None:
         if mode not in ("sync", "async"):
             raise ValueError(f"mode is 'sync' or 'async', not {mode!r}")
         if slow_consumers not in ("fail", "drop"):
             raise ValueError(f"slow_consumers is 'fail' or 'drop', not {slow_consumers!r}")
+        check_arguments(repo, from_pretrained, inspect.signature(type(self)).parameters)
         self.mode: Mode = mode
-        limits = RunLimits(max_save_bytes, max_buffered_bytes, slow_consumers)
+        limits = RunLimits(max_save_bytes, max_buffered_bytes, slow_consumers, block_timeout)
         self._held = Held(repo, from_pretrained, device, tokenizer, rename, limits)
         self._scanner = Scanner(self._held.build_hollow, self.owners)
         self.repo = self._held.name
@@ -186,7 +196,7 @@ class TransformersModel(Surface, ModelView):
         asked = settings(sampling, defaults, "generate()")
         several = prompts if is_several(prompts) else [prompts]
         requests = [asked.on(given_prompt(prompt, self._chat)) for prompt in several]
-        generation = Generation(self, requests, self.mode == "async")
+        generation = Generation(self, requests, self.mode == "async", carries=in_session(self))
         return generation if self.mode == "async" else generation.result()
 
     def scan(self, prompt: Any, **sampling: Any) -> Trace:
@@ -194,7 +204,17 @@ class TransformersModel(Surface, ModelView):
 
         What is saved is on the device "meta". No weights are loaded for it.
         """
-        return Trace(self._scanner, self._request(prompt, sampling, {}, "scan()"), self.mode == "async")
+        request = self._request(prompt, sampling, {}, "scan()")
+        return Trace(self._scanner, request, self.mode == "async", carries=in_session(self))
+
+    def session(self) -> Session:
+        """`with model.session():` several traces, of which later ones use what earlier ones have bound.
+
+        The body runs as it stands. A trace in it waits for its run, in async mode without blocking the event loop, and
+        names that its block has bound hold their values then, saved or not, where the code around reads them. No
+        gradient reaches from one trace back to another.
+        """
+        return Session(self, self.mode == "async")
 
     # -- edits -----------------------------------------------------------------------------------------------------
 
@@ -257,10 +277,14 @@ class TransformersModel(Surface, ModelView):
     ) -> Trace | LocalInvokeTrace:
         asynchronous = self.mode == "async"
         if prompt is not ABSENT:
-            return Trace(self, self._request(prompt, sampling, defaults, what), asynchronous)
+            request = self._request(prompt, sampling, defaults, what)
+            return Trace(self, request, asynchronous, carries=in_session(self))
         settings(sampling, defaults, what)  # an error belongs here, and not to the first invoke
         return LocalInvokeTrace(
-            self, lambda prompt, own: self._request(prompt, {**sampling, **own}, defaults, "invoke()"), asynchronous
+            self,
+            lambda prompt, own: self._request(prompt, over(sampling, own, "invoke()"), defaults, "invoke()"),
+            asynchronous,
+            carries=in_session(self),
         )
 
     def _request(self, prompt: Any, options: Mapping[str, Any], defaults: Mapping[str, Any], what: str) -> Request:

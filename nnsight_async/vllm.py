@@ -30,6 +30,7 @@ from nnsight_async.runs.handle import ProbeRun
 from nnsight_async.runs.history import SlowConsumers
 from nnsight_async.runs.invokes import ABSENT, InvokeTrace
 from nnsight_async.runs.job import Job
+from nnsight_async.runs.keywords import over
 from nnsight_async.runs.map import Map
 from nnsight_async.runs.request import Request
 from nnsight_async.runs.surface import Mode, Surface
@@ -394,7 +395,7 @@ class VLLM(Surface, ModelView):
             return Trace(self, self._request(prompt, sampling, what), asynchronous)
         self._settings_of(sampling, what)  # an error belongs here, and not to the first invoke
         return InvokeTrace(
-            self, lambda prompt, own: self._request(prompt, {**sampling, **own}, "invoke()"), asynchronous
+            self, lambda prompt, own: self._request(prompt, over(sampling, own, "invoke()"), "invoke()"), asynchronous
         )
 
     def _request(self, prompt: Any, options: Mapping[str, Any], what: str) -> Request:

@@ -13,6 +13,7 @@ import torch
 
 from nnsight_async.testing import hf_model
 from nnsight_async.testing.oracle import generation
+from nnsight_async.testing.vision import tiny_vision_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from nnsight_async import VLLM
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+SEEING = ("image_patches.py",)
+"""Examples that take a model which sees."""
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -235,7 +238,12 @@ def test_the_keywords_of_an_example_are_its_options(example: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [path.name for path in EXAMPLES.glob("*.py") if path.name != "launch.py"])
 def test_an_example_runs_from_the_command_line(script: str, llama: str) -> None:
-    command = [sys.executable, str(EXAMPLES / script), "--model", llama]
+    command = [
+        sys.executable,
+        str(EXAMPLES / script),
+        "--model",
+        tiny_vision_checkpoint() if script in SEEING else llama,
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stderr
     assert len(ended.stdout.splitlines()) > 3

@@ -29,8 +29,10 @@ class BodyCapture:
     Raises `CaptureError` if its source cannot be had, or if it holds a statement that no block can.
     """
 
-    def __init__(self, frame: FrameType) -> None:
+    def __init__(self, frame: FrameType, *, carries: bool = False) -> None:
+        """`carries`: what the code around reads of the names that the body assigns comes home without a save."""
         self._frame = frame
+        self._carries = carries
         try:
             self._template = template(frame)
             self._statement = self._template.statement
@@ -45,7 +47,8 @@ class BodyCapture:
         if found.kept or found.forgotten:
             scope = Scope(self._frame, statement)
             refuse(found.kept, scope.seen, statement.source)
-            warn(found.forgotten, scope.seen, self._frame, statement.node.lineno)
+            if not self._carries:
+                warn(found.forgotten, scope.seen, self._frame, statement.node.lineno)
 
     def skip(self, entered: object = None) -> None:
         """Arrange that the body does not run; the last thing that `__enter__` does, before it returns `entered`."""
@@ -83,7 +86,7 @@ class BodyCapture:
             raise error.with_traceback(_at(self._frame)) from error.__cause__
         return Block(
             payload=VERSION + pickled.payload,
-            names=self._template.names,
+            names=(*self._template.names, *self._carried),
             filename=code.co_filename,
             first_line=self._statement.node.lineno,
             function=code.co_name,
@@ -106,6 +109,10 @@ class BodyCapture:
     def bind(self, values: Mapping[str, object]) -> None:
         """Assign `values` to the variables of the caller."""
         bind(self._frame, values, self._statement.declared_global)
+
+    @property
+    def _carried(self) -> tuple[str, ...]:
+        return self._template.carried if self._carries else ()
 
     def _values(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What the body's globals and its parameters are, as far as they are bound."""
@@ -144,7 +151,7 @@ class BodyCapture:
     def _dumps(self, free: dict[str, Any], entries: dict[str, Any]) -> Pickled:
         namespace = self._frame.f_globals
         names = {name: namespace[name] for name in _MODULE_NAMES if name in namespace}
-        body = Body(self._template.code(tuple(entries)), {**names, **free}, tuple(entries.values()))
+        body = Body(self._template.code(tuple(entries), self._carried), {**names, **free}, tuple(entries.values()))
         return self._dump(tuple(body))
 
 

@@ -5,13 +5,14 @@ import dis
 import marshal
 import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from nnsight_async.capture.find import find
-from nnsight_async.capture.forgotten import Forgotten, forgotten
+from nnsight_async.capture.forgotten import Forgotten, carried, forgotten
 from nnsight_async.capture.kept import Kept, kept_outside
 from nnsight_async.capture.live import read_first
-from nnsight_async.capture.rewrite import rewrite_saves
+from nnsight_async.capture.rewrite import carrying, rewrite_saves
 from nnsight_async.capture.rules import check
 from nnsight_async.capture.unlisted import nested_codes
 from nnsight_async.errors import CaptureError
@@ -26,7 +27,10 @@ _NAME = "__nnsight_block__"
 _GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_GLOBAL"})
 
 
-@dataclass(frozen=True, slots=True)
+_Form = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+@dataclass(frozen=True)
 class Template:
     """The function that a body becomes; its first parameters are the model and the tracer, which the text never names.
 
@@ -44,14 +48,20 @@ class Template:
     forgotten: tuple[Forgotten, ...]
     statement: Statement
     _body: list[ast.stmt]
-    _codes: dict[tuple[str, ...], bytes] = field(default_factory=dict[tuple[str, ...], bytes])
+    _codes: dict[_Form, bytes] = field(default_factory=dict["_Form", bytes])
 
-    def code(self, entries: tuple[str, ...]) -> bytes:
-        """The marshalled code with `entries` as further parameters."""
-        known = self._codes.get(entries)
+    @cached_property
+    def carried(self) -> tuple[str, ...]:
+        """Names that the code around reads, and the body assigns without saving them."""
+        return carried(self.statement, self.names)
+
+    def code(self, entries: tuple[str, ...], carried: tuple[str, ...] = ()) -> bytes:
+        """The marshalled code with `entries` as further parameters; at its end, it saves what is `carried`."""
+        known = self._codes.get((entries, carried))
         if known is None:
-            code = _compile(self._body, self.statement, entries)
-            known = self._codes[entries] = marshal.dumps(code)
+            body = carrying(self._body, carried) if carried else self._body
+            code = _compile(body, self.statement, entries)
+            known = self._codes[entries, carried] = marshal.dumps(code)
         return known
 
 

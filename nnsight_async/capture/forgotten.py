@@ -1,4 +1,4 @@
-"""Names that a body assigns and does not save, although the code after it uses them."""
+"""Names that a body assigns and does not save, although the code around it uses them."""
 
 from __future__ import annotations
 
@@ -37,6 +37,14 @@ def forgotten(statement: Statement, saved: Collection[str]) -> tuple[Forgotten, 
     return tuple(Forgotten(name, line) for name, line in sorted(used.items()))
 
 
+def carried(statement: Statement, saved: Collection[str]) -> tuple[str, ...]:
+    """What the body assigns, does not save, and is read anywhere around it, blocks included."""
+    body = statement.node.body
+    wanted = assigned_in(body) - set(saved)
+    read = {node.id for node in _around(statement.around, body) if isinstance(node, ast.Name) and _is_read(node)}
+    return tuple(sorted(wanted & read))
+
+
 def warn(found: tuple[Forgotten, ...], value_of: Callable[[str], Any], frame: FrameType, line: int) -> None:
     """Warn at the statement of those names that have no value there either."""
     for name, use in found:
@@ -57,6 +65,18 @@ def _outside(node: ast.AST, body: list[ast.stmt]) -> Iterator[ast.AST]:
         if not any(child is statement for statement in body):
             yield child
             yield from _outside(child, [*body, *child.body] if _is_invoke(child) else body)
+
+
+def _around(node: ast.AST, body: list[ast.stmt]) -> Iterator[ast.AST]:
+    """All of the code around but `body`."""
+    for child in ast.iter_child_nodes(node):
+        if not any(child is statement for statement in body):
+            yield child
+            yield from _around(child, body)
+
+
+def _is_read(node: ast.Name) -> bool:
+    return isinstance(node.ctx, ast.Load)
 
 
 def _is_invoke(node: ast.AST) -> TypeGuard[ast.With | ast.AsyncWith]:

@@ -30,6 +30,13 @@ def rewrite_saves(body: list[ast.stmt]) -> tuple[list[ast.stmt], tuple[str, ...]
     return rewriter.rewrite_body(copy.deepcopy(body)), tuple(rewriter.names)
 
 
+def carrying(body: list[ast.stmt], names: Sequence[str]) -> list[ast.stmt]:
+    """`body`, and then a call that saves those of `names` that are bound, also where the body stops the request."""
+    call = _call(body[-1], "carry", _texts(names))
+    last = ast.fix_missing_locations(ast.copy_location(ast.Expr(call), body[-1]))
+    return [ast.copy_location(ast.Try(body, [], [], [last]), body[0])]
+
+
 class SaveRewriter(ast.NodeTransformer):
     """Changes trees in place; names of functions and classes nested in the tree are their own and are not supplied."""
 
@@ -269,7 +276,7 @@ def _texts(names: Sequence[str]) -> ast.expr:
     return ast.Tuple([ast.Constant(name) for name in names], ast.Load())
 
 
-def _call(place: ast.expr, function: str, *arguments: ast.expr, module: str = SAVES) -> ast.expr:
+def _call(place: ast.expr | ast.stmt, function: str, *arguments: ast.expr, module: str = SAVES) -> ast.expr:
     # an import where it is used: the rewritten code needs nothing in its globals, which are the user's
     callee = ast.parse(f"__import__({module!r}, None, None, ({function!r},)).{function}", mode="eval").body
     for node in ast.walk(callee):

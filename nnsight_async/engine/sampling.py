@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from nnsight_async.engine.settings import check_names
+from nnsight_async.runs.keywords import ALIASES, named
 from nnsight_async.runs.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
-ALIASES = {"max_new_tokens": "max_tokens"}
 OBJECTS = ("extra_args", "output_kind", "prompt_logprob_token_ids", "repetition_detection", "structured_outputs")
 
 
@@ -45,12 +45,12 @@ def sampling_params(given: Mapping[str, Any], *, what: str = "trace()") -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    named = {ALIASES.get(name, name): value for name, value in given.items()}
-    check_names(named, [*SamplingParams.__struct_fields__, *ALIASES], what)
-    named["output_kind"] = RequestOutputKind.DELTA
+    own = named(given, what)
+    check_names(own, [*SamplingParams.__struct_fields__, *ALIASES], what)
+    own["output_kind"] = RequestOutputKind.DELTA
     with refusals():
-        params = SamplingParams(**named)
-    _check_types(params, named, what)
+        params = SamplingParams(**own)
+    _check_types(params, own, what)
     return params
 
 
@@ -71,11 +71,11 @@ def _kinds(params: type[msgspec.Struct]) -> dict[str, Any]:
     return {field.name: field.type for field in msgspec.structs.fields(params)}
 
 
-def _check_types(params: msgspec.Struct, named: Mapping[str, Any], what: str) -> None:
+def _check_types(params: msgspec.Struct, given: Mapping[str, Any], what: str) -> None:
     """Raise `TypeError` where vLLM (0.32, 0.33) does not look, and its engine would end decoding the request."""
     kinds = _kinds(type(params))
-    for name in named.keys() - OBJECTS:
+    for name in given.keys() - OBJECTS:
         try:
             msgspec.convert(getattr(params, name), kinds[name])
         except msgspec.ValidationError as error:
-            raise TypeError(f"{what} got {name}={named[name]!r}: {error}") from None
+            raise TypeError(f"{what} got {name}={given[name]!r}: {error}") from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import greenlet
@@ -13,6 +14,7 @@ from nnsight_async.errors import (
     GenerationEndedError,
     NNsightError,
     OutOfOrderError,
+    SaveError,
 )
 from nnsight_async.interleave.cache import Cache
 from nnsight_async.interleave.console import REPLACED, Console, warn
@@ -88,6 +90,8 @@ class BlockRun:
         self._killed = False
         self.waits: Any = StepStart(0)
         """A location, the start of a step, or something else that somebody will resume it for; None: nothing."""
+        self.asked: object = None
+        """The location that it waits for, or has waited for last, as its code says it."""
         self.visit: Visit | None = None
         self.clock = -1
         self.place: Location | None = None
@@ -173,8 +177,14 @@ class BlockRun:
             if isinstance(self.waits, StepStart):
                 self.resume(False)
             else:
-                self.throw(GenerationEndedError(f"{self.waits} was asked for after the last step of the generation"))
+                self.throw(self._late())
         self.kill()
+
+    def _late(self) -> GenerationEndedError:
+        """What a block is told that waits for something when the last step is over."""
+        if not isinstance(self.waits, Location):
+            return GenerationEndedError(f"{self.waits}: the last step of the generation is over")
+        return GenerationEndedError(f"{self.asked} was asked for after the last step of the generation")
 
     def dismiss(self) -> None:
         """Do no more in any step, without an error."""
@@ -215,7 +225,10 @@ class BlockRun:
         except Expired:  # raised when the block was about to end
             return False
         finally:
-            watchdog.end()
+            try:
+                watchdog.end()
+            except Expired:  # it comes with a delay, where no signal brings it
+                watchdog.end()
             self._grad_mode = torch.is_grad_enabled()
             if self._grad_mode != grad_mode:
                 torch.set_grad_enabled(grad_mode)
@@ -258,11 +271,11 @@ class BlockRun:
         else:
             self._at(location).set(value)
 
-    def read_view(self, location: Location, view: View) -> Any:
-        return self._at(location).see(view)
+    def read_view(self, location: Location, view: View, written: str = "") -> Any:
+        return self._at(location, written).see(view)
 
-    def write_view(self, location: Location, view: View, part: Any) -> None:
-        self._at(location).show(view, part)
+    def write_view(self, location: Location, view: View, part: Any, written: str = "") -> None:
+        self._at(location, written).show(view, part)
 
     def save(self, value: Any, name: str | None = None, label: str | None = None) -> Any:
         if name is None:
@@ -271,6 +284,13 @@ class BlockRun:
                 warn(REPLACED.format(name))
         self.saves.add(name, value)
         return value
+
+    def carry(self, values: Mapping[str, Any], names: Sequence[str]) -> None:
+        if self.stopped or sys.exception() is None:  # else the block fails, or is ended
+            for name in names:
+                if name in values:
+                    with suppress(SaveError):  # such as a module: it stays where it is
+                        self.saves.add(name, values[name])
 
     def module(self, path: str) -> torch.nn.Module:
         return self._interleaver.module(path)
@@ -301,17 +321,18 @@ class BlockRun:
         self.next_step = step + 1
         return True
 
-    def _at(self, location: Location) -> Visit:
+    def _at(self, location: Location, written: str = "") -> Visit:
         event = self._interleaver.event(location)
         visit = self.visit
         if visit is None or visit.event != event:
-            self._check(event, location)
+            self.asked = written or location
+            self._check(event, self.asked)
             self.park(event)
             visit = self.visit
             assert visit is not None
         return visit
 
-    def _check(self, event: Location, asked: Location) -> None:
+    def _check(self, event: Location, asked: object) -> None:
         if self.ended:
             raise GenerationEndedError(f"{asked} was asked for after the last step of the generation")
         self._interleaver.check(event)

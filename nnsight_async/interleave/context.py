@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from traceback import StackSummary, walk_stack
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -10,7 +11,7 @@ import greenlet
 from nnsight_async.errors import OutsideBlockError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
 
@@ -39,16 +40,20 @@ class BlockContext(Protocol):
         """Replace the value at `location` in this step."""
         ...
 
-    def read_view(self, location: Location, view: View) -> Any:
-        """A part of the value at `location`; in-place changes of it land."""
+    def read_view(self, location: Location, view: View, written: str = "") -> Any:
+        """A part of the value at `location`; in-place changes of it land. `written`: what the block's code says."""
         ...
 
-    def write_view(self, location: Location, view: View, part: Any) -> None:
+    def write_view(self, location: Location, view: View, part: Any, written: str = "") -> None:
         """Replace a part of the value at `location`."""
         ...
 
     def save(self, value: Any, name: str | None = None, label: str | None = None) -> Any:
         """Mark `value` to be sent to the caller under `name`; `label` serves when there is no name."""
+        ...
+
+    def carry(self, values: Mapping[str, Any], names: Sequence[str]) -> None:
+        """The block ends with these values: save those of `names`."""
         ...
 
     def module(self, path: str) -> torch.nn.Module:
@@ -140,3 +145,9 @@ def save_as(value: Any, name: Any) -> Any:
     """What `EXPR.save(name=NAME)` becomes: ours, unless the value has a `save` of its own."""
     own = getattr(value, "save", None)
     return own(name=name) if callable(own) else current().save(value, name)
+
+
+def carry(names: tuple[str, ...]) -> None:
+    """What ends a block in a session: the variables `names` of the calling frame are saved."""
+    frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    current().carry(frame.f_locals, names)

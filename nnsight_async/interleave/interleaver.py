@@ -22,7 +22,6 @@ from nnsight_async.interleave.sites import Sites
 from nnsight_async.interleave.taps import Taps
 from nnsight_async.interleave.visit import Visit
 from nnsight_async.interleave.waiting import Waiting
-from nnsight_async.interleave.watchdog import Watchdog
 from nnsight_async.interleave.writes import WriteLog
 
 
@@ -72,7 +71,7 @@ class Interleaver:
         self.modes = Modes.now()
         """Of the forward pass, as they are before blocks have their turns."""
         self._collecting: dict[Location, list[tuple[BlockRun, Cache]]] = {}
-        self.watchdog = Watchdog()
+        self.watchdog = self.setting.watchdog()
         self.taps: Taps | None = None
         """Where blocks may look, if not everywhere."""
         self.exchanges = 0
@@ -119,6 +118,13 @@ class Interleaver:
         """The forward pass is at `event` with `value`; returns what it goes on with."""
         if self.running:
             return value
+        self.sites.wait()
+        try:
+            return self._fire(event, value)
+        finally:
+            self.sites.settle()
+
+    def _fire(self, event: Location, value: Any) -> Any:
         self.modes = Modes.now()
         runs = self.waiting.leave(event)
         replaying = self.log.replaying(event)
@@ -345,11 +351,11 @@ class Interleaver:
         for _ in range(PATIENCE):
             if run.finished or not isinstance(run.waits, Location):
                 return
-            event = run.waits
             self.waiting.forget(run)
             error = NotComputedError(
-                f"{event} did not come in step {run.step}: the forward pass ended without it after the last location "
-                "that this block had read (it lies before that one, or the model did not come to it in this step)"
+                f"{run.asked} did not come in step {run.step}: the forward pass ended without it after the last "
+                "location that this block had read (it lies before that one, or the model did not come to it in this "
+                "step)"
             )
             run.throw(error)
             self.waiting.enlist(run)

@@ -40,7 +40,8 @@ class Modes(NamedTuple):
     @classmethod
     def now(cls) -> Modes:
         stream = _stream(_device()) if _on_cuda() else 0
-        return cls(_inference(), _functions(), _dispatchers(), _autocast("cpu"), _autocast("cuda"), stream, _dtype())
+        found = _inference(), _functions(), _dispatchers(), _autocast("cpu"), _autocast("cuda"), stream, _dtype()
+        return tuple.__new__(cls, found)  # at each turn twice: without the detour by keywords
 
     def restore(self) -> None:
         """Undo what a block left behind that no `with` undoes, such as `torch.set_default_device`."""

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from nnsight_async.interleave.rows import Slab
 from nnsight_async.interleave.tracer import Tracer
+from nnsight_async.interleave.watchdog import Watchdog
 
 
 class Setting(NamedTuple):
@@ -16,6 +17,8 @@ class Setting(NamedTuple):
     """How the rows of a run lie in a value."""
     tracer: type[Tracer] = Tracer
     """What blocks see as their tracer."""
+    watchdog: type[Watchdog] = Watchdog
+    """What ends a block that does not come back."""
     preempts: bool = True
     """Whether requests may be computed again, so that what blocks wrote has to be kept."""
     own_process: bool = True

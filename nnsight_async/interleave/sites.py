@@ -26,6 +26,8 @@ class Sites:
         self._listener = listener
         self.inside = Inside(listener)
         self._wanted: dict[str, int] = {}
+        self._idle: list[str] = []
+        self._waits = False
         self._chains: dict[str, tuple[str, ...]] = {}
         self._previous: dict[str, Any] = {}
         self._reporting: dict[str, Callable[..., Any]] = {}
@@ -45,21 +47,35 @@ class Sites:
         """Someone waits at `event`: enter its module and the ancestors."""
         if event.operation:
             self.inside.want(event)
+        wanted = self._wanted
         for link in self._chain(event.path):
-            count = self._wanted.get(link, 0)
-            self._wanted[link] = count + 1
-            if not count:
+            count = wanted.get(link)
+            if count is None:
                 self._enter(link)
+            wanted[link] = (count or 0) + 1
 
     def release(self, event: Location) -> None:
         """One who waited at `event` does no more."""
         if event.operation:
             self.inside.release(event)
+        wanted = self._wanted
         for link in self._chain(event.path):
-            count = self._wanted[link] - 1
-            if count:
-                self._wanted[link] = count
-            else:
+            wanted[link] -= 1
+            if not wanted[link]:
+                self._idle.append(link)
+        if not self._waits:
+            self.settle()
+
+    def wait(self) -> None:
+        """Leave no module until `settle`: who waited at one will wait at another, mostly below the same ancestors."""
+        self._waits = True
+
+    def settle(self) -> None:
+        """Leave the modules that nobody wants any more."""
+        self._waits = False
+        idle, self._idle = self._idle, []
+        for link in idle:
+            if self._wanted.get(link) == 0:
                 del self._wanted[link]
                 self._leave(link)
 
@@ -119,7 +135,7 @@ class Sites:
             self.reports += 1
             if entry in listener.waiting:
                 args, kwargs = listener.fire(entry, (args, kwargs))
-            output = inside.forward(path, inner)(*args, **kwargs)
+            output = (inside.forward(path, inner) if inside.watched else inner)(*args, **kwargs)
             if exit_ in listener.waiting:
                 output = listener.fire(exit_, output)
             return output

@@ -70,7 +70,10 @@ class Meeting:
         self._interleaver.released += [run for run, _, _ in came[:-1]]
 
     def __str__(self) -> str:
-        return f"the end of a barrier, which {len(self._came)} of {self._parties} blocks have come to,"
+        return (
+            f"the block waits at a barrier, which {len(self._came)} of {self._parties} blocks have come to: all "
+            "invokes that call it have to call it equally often, and tracer.barrier(n) takes how many they are"
+        )
 
 
 class MeetingPlace(Interleaver):
@@ -85,11 +88,11 @@ class MeetingPlace(Interleaver):
         self._release()
 
     def fire(self, event: Location, value: Any) -> Any:
-        runs = self.waiting.get(event, [])
-        if len(runs) > 1:  # they have come in the order of what they read before
+        runs = self.waiting.get(event)
+        if runs and len(runs) > 1:  # they have come in the order of what they read before
             runs.sort(key=lambda run: self._spans[run].start)
         value = super().fire(event, value)
-        while late := [run for run in self._release() if run.waits == event]:
+        while self.released and (late := [run for run in self._release() if run.waits == event]):
             others = [run for run in self.waiting[event] if run not in late]
             for run in others:  # they wait for the next time
                 self.waiting.forget(run)

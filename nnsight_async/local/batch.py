@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +28,8 @@ class Batch:
         self._model = model
         self._interleaver = interleaver
         self._device = device
-        inner: Any = (
-            model.get_base_model() if hasattr(model, "get_base_model") else model
-        )  # PEFT hands all arguments on
-        self._accepted = frozenset(inspect.signature(type(inner).forward).parameters)
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT hands all arguments on
+        self._accepted = _parameters(type(inner))
         self._lengths = [len(member.prompt.ids) for member in members]
         self._padded = len(set(self._lengths)) > 1
         self._cache: Any = None
@@ -123,3 +122,9 @@ class Batch:
                 held = getattr(layer, name, None)
                 if isinstance(held, torch.Tensor):
                     setattr(layer, name, held.detach())
+
+
+@functools.cache
+def _parameters(kind: Any) -> frozenset[str]:
+    """The names of what `forward` of a class takes."""
+    return frozenset(inspect.signature(kind.forward).parameters)

@@ -43,10 +43,11 @@ class LocalTracer(Tracer):
 class Blocks:
     """Loads the blocks of runs and passes on what they have to say."""
 
-    def __init__(self, device: torch.device, save_bytes: int) -> None:
+    def __init__(self, device: torch.device, save_bytes: int, block_seconds: float) -> None:
         self.interleaver: MeetingPlace
         self._device = device
         self._save_bytes = save_bytes
+        self._block_seconds = block_seconds
         self._runs: dict[int, Run] = {}
         self._of: dict[BlockRun, int] = {}
         """The number of the edit that a block is of."""
@@ -70,7 +71,7 @@ class Blocks:
 
     def check(self, block: Block) -> None:
         """Raise what loading a block does."""
-        trial = BlockRun(0, self.interleaver, 0)
+        trial = BlockRun(0, self.interleaver, 0, timeout=self._block_seconds)
         trial.prepare(lambda: self._load(block, trial, {}))
         if trial.error is not None:
             raise trial.error
@@ -79,7 +80,8 @@ class Blocks:
         """`run` has no more steps."""
         for block in blocks:
             self._of.pop(block, None)
-            self.interleaver.end(block)
+            if not block.over:  # else it has told of it
+                self.interleaver.end(block)
         self._runs.pop(run.key, None)
 
     def clear(self, numbers: Sequence[int]) -> None:
@@ -95,7 +97,7 @@ class Blocks:
             run.feed_frame(frame)
 
     def _block(self, run: Run, block: Block, tokens: int, part: int, meetings: dict[str, Meeting]) -> BlockRun:
-        made = BlockRun(run.key, self.interleaver, tokens, self._save_bytes, part=part)
+        made = BlockRun(run.key, self.interleaver, tokens, self._save_bytes, self._block_seconds, part=part)
         made.prepare(lambda: self._load(block, made, meetings))
         if made.error is None:
             made.look_ahead()

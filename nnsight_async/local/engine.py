@@ -18,6 +18,7 @@ from nnsight_async.local.blocks import Blocks, LocalTracer, LocalView
 from nnsight_async.local.member import Member
 from nnsight_async.local.prompts import tokenized
 from nnsight_async.local.slab import PaddedSlab, experts_of
+from nnsight_async.local.watchdog import ThreadWatchdog
 from nnsight_async.runs.chosen import InstalledEdits
 from nnsight_async.runs.history import Buffer
 from nnsight_async.tree.envoy import Envoy
@@ -39,11 +40,12 @@ PATIENCE = 5.0
 
 
 class RunLimits(NamedTuple):
-    """What one run may take: bytes of saved values, and of those that wait for readers of streams."""
+    """What one run may take: bytes of saved values and of those that wait for readers, seconds of a block's turn."""
 
     save_bytes: int
     buffered_bytes: int
     slow_consumers: SlowConsumers
+    block_seconds: float
 
 
 class LocalEngine:
@@ -54,16 +56,17 @@ class LocalEngine:
         self.manifest = manifest
         self.edits = InstalledEdits()
         self._limits = limits
-        self._blocks = Blocks(loaded.device, limits.save_bytes)
+        self._vocabulary = loaded.vocabulary
+        self._blocks = Blocks(loaded.device, limits.save_bytes, limits.block_seconds)
         slab = partial(PaddedSlab, experts=experts_of(loaded.model))
-        setting = Setting(slab, LocalTracer, preempts=False, own_process=False)
+        setting = Setting(slab, LocalTracer, ThreadWatchdog, preempts=False, own_process=False)
         self._interleaver = self._blocks.interleaver = MeetingPlace(
             loaded.model,
             order_of(manifest),
             self._blocks.report,
             LocalView(Envoy(manifest)),
             aliases_of(manifest),
-            Limits(loaded.vocabulary, loaded.positions),
+            Limits(self._vocabulary, loaded.positions),
             setting,
         )
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -161,7 +164,7 @@ class LocalEngine:
                 self._batches.append((Batch(model, group, self._interleaver, self.loaded.device), group))
 
     def _member(self, run: Run, meetings: dict[str, Meeting]) -> Member:
-        prompt = tokenized(run.request.prompt, self.loaded.tokenizer, self.loaded.vocabulary)
+        prompt = tokenized(run.request.prompt, self.loaded.tokenizer, self._vocabulary)
         blocks = self._blocks.arrive(run, len(prompt.ids), meetings)
         return Member(run, prompt, blocks, self.loaded.tokenizer, self.loaded.ends, self.loaded.device)
 
@@ -203,3 +206,4 @@ class LocalEngine:
             for member in members:
                 member.run.fail(EngineClosedError("the model was closed while this run was going"))
         self._batches.clear()
+        self._interleaver.watchdog.close()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nnsight_async.local.arguments import FORMING, shared
 from nnsight_async.tree.describe import describe
 from nnsight_async.tree.record import record
 
@@ -14,9 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from nnsight_async.tree.manifest import Manifest
-
-SHARED = ("revision", "token", "trust_remote_code", "cache_dir", "local_files_only", "subfolder")
-"""Arguments of `from_pretrained` that configs and tokenizers take too."""
 
 
 @dataclass(slots=True)
@@ -87,17 +86,20 @@ def given(model: Any, name: str, tokenizer: Any) -> Loaded:
 def skeleton(repo: str, arguments: Mapping[str, Any]) -> Loaded:
     """The model without its weights, made from the config alone."""
     kind, config = _kind(repo, arguments)
-    return hollow(kind, config, repo, _tokenizer(repo, arguments))
+    formed = {name: arguments[name] for name in FORMING if arguments.get(name) not in (None, "auto")}
+    return hollow(kind, config, repo, _tokenizer(repo, arguments), **formed)
 
 
-def hollow(kind: Any, config: Any, name: str, tokenizer: Any = None) -> Loaded:
-    """A model of `config` without weights; `kind` is its class, or one that finds it."""
+def hollow(kind: Any, config: Any, name: str, tokenizer: Any = None, **arguments: Any) -> Loaded:
+    """A model of `config` without weights; `kind` is its class, or one that finds it; `arguments` are of `FORMING`."""
     from transformers.initialization import no_init_weights
 
     make = getattr(kind, "from_config", None) or kind._from_config
     with torch.device("meta"), no_init_weights():
-        model = make(config)
+        model = make(copy.deepcopy(config), **arguments)  # which it changes
     _know_padding(model)
+    # PyTorch's grouped product of matrices has no shapes to tell but those of bfloat16 (torch 2.13).
+    model.set_experts_implementation("batched_mm")
     model.eval().requires_grad_(False)
     return Loaded(name, model, tokenizer, torch.device("meta"), _is_partial(config))
 
@@ -106,7 +108,7 @@ def _kind(repo: str, arguments: Mapping[str, Any]) -> tuple[Any, Any]:
     """The class to load with, and the config."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config: Any = arguments.get("config") or AutoConfig.from_pretrained(repo, **_shared(arguments))
+    config: Any = arguments.get("config") or AutoConfig.from_pretrained(repo, **shared(arguments))
     return (AutoModelForImageTextToText if _is_partial(config) else AutoModelForCausalLM), config
 
 
@@ -131,13 +133,9 @@ def _tokenizer(repo: str, arguments: Mapping[str, Any]) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(repo, **_shared(arguments))
+        return AutoTokenizer.from_pretrained(repo, **shared(arguments))
     except (OSError, ValueError, KeyError):
         return None
-
-
-def _shared(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: arguments[name] for name in SHARED if name in arguments}
 
 
 def _of_text(model: Any) -> Any:

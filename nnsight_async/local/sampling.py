@@ -11,12 +11,12 @@ import torch
 from nnsight_async.engine.sampling import edit_names
 from nnsight_async.engine.settings import check_names
 from nnsight_async.errors import UnsupportedError
+from nnsight_async.runs.keywords import ALIASES, OTHERS, PLAIN, named
 from nnsight_async.runs.request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ALIASES = {"max_new_tokens": "max_tokens"}
 ON_VLLM = ("lora_request", "priority", "serve", "api_key")
 
 
@@ -58,15 +58,24 @@ class Sampling:
         self.stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
+KNOWN = tuple(field.name for field in fields(Sampling))
+ELSEWHERE = (PLAIN | OTHERS).difference(KNOWN)
+
+
 def settings(given: Mapping[str, Any], defaults: Mapping[str, Any], what: str) -> Request:
     """A request without a prompt; `TypeError` for an unknown name, `ValueError` for a bad value."""
-    named = {ALIASES.get(name, name): value for name, value in given.items()}
+    own = named(given, what)
     for name in ON_VLLM:
-        if named.pop(name, None) is not None:
+        if own.pop(name, None) is not None:
             raise UnsupportedError(f"{name}= is for a model on vLLM")
-    edits = edit_names(named.pop("edits", None))
-    check_names(named, [*(field.name for field in fields(Sampling)), *ALIASES, "edits"], what)
-    return Request(None, Sampling(**{**defaults, **named}), edits=edits)
+    edits = edit_names(own.pop("edits", None))
+    if others := own.keys() & ELSEWHERE:
+        raise UnsupportedError(
+            f"{what} got {min(others)}=, which vLLM knows and a local model does not: it takes {', '.join(KNOWN)}; in "
+            "a block, model.logits can be changed before the token is drawn"
+        )
+    check_names(own, (*KNOWN, *ALIASES, "edits"), what)
+    return Request(None, Sampling(**{**defaults, **own}), edits=edits)
 
 
 def generation_defaults(config: Any) -> dict[str, Any]:

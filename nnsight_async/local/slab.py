@@ -46,15 +46,17 @@ class Padded(Batch):
         `[sequences, length, ...]` of up to three dimensions is the run's tokens, `[tokens, ...]`, and so is what has
         sequences and tokens in one dimension; anything else that begins with the sequences is `[1, ...]`.
         """
-        if not tensor.ndim:
+        shape = tensor.shape
+        if not shape:
             return None
         sequence, padding = divmod(start, self.length)
         if not self.drawing:
-            if 2 <= tensor.ndim <= 3 and tensor.shape[0] == self.sequences and tensor.shape[1] == self.length:
-                return tensor[sequence, padding:]
-            if tensor.shape[0] == self.rows:
+            if 2 <= len(shape) <= 3 and shape[0] == self.sequences and shape[1] == self.length:
+                own = tensor.select(0, sequence)
+                return own.narrow(0, padding, self.length - padding) if padding else own
+            if shape[0] == self.rows:
                 return tensor[start : (sequence + 1) * self.length]
-        return tensor[sequence : sequence + 1] if tensor.shape[0] == self.sequences else None
+        return tensor[sequence : sequence + 1] if shape[0] == self.sequences else None
 
 
 class PaddedSlab(Slab):
@@ -78,8 +80,9 @@ class PaddedSlab(Slab):
     ) -> None:
         """`experts`: the paths of modules in which rows are in the order of experts, and not of tokens."""
         super().__init__(value, batch, place, spans, before=before)
-        self.graph = self.batch.graph
-        self._mixed = any(
+        if self.batch.graph:
+            self.graph = True
+        self._mixed = bool(experts) and any(
             place.path.startswith(f"{path}.") or (place.path == path and place.operation) for path in experts
         )
 
@@ -89,9 +92,11 @@ class PaddedSlab(Slab):
         return private
 
     def _copy_tensor(self, tensor: torch.Tensor, span: Span, private: Private, path: Path) -> torch.Tensor:
-        with torch.set_grad_enabled(self.graph):  # whatever mode the block is in
-            own = self._part(tensor, span.start)
-            handed = self._handed(tensor if own is None else own)
+        if self.graph:
+            with torch.enable_grad():  # whatever mode the block is in
+                handed = self._handed(self._own(tensor, span.start, 0))
+        else:
+            handed = self._own(tensor, span.start, 0).clone()
         private.add(path, handed)
         return handed
 

@@ -20,6 +20,8 @@ class BodyStatement(ABC):
     """A `with` whose body is not run, but taken when the statement ends. `async with` does the same."""
 
     _capture: BodyCapture | None = None
+    _carries = False
+    """Whether names that the code around reads come home without a save, as in a session."""
 
     @abstractmethod
     def _finish(self, capture: BodyCapture) -> None:
@@ -31,7 +33,7 @@ class BodyStatement(ABC):
 
     def _skip(self, frame: FrameType, entered: T) -> T:
         """The last thing before the body, which `frame` will not run; returns `entered`."""
-        self._capture = BodyCapture(frame)
+        self._capture = BodyCapture(frame, carries=self._carries)
         self._capture.skip(entered)
         return entered
 

@@ -25,8 +25,10 @@ class Generation(Trace, Coroutine[Any, Any, list[Any]]):
     It is a coroutine by its methods, so that `asyncio.create_task` takes it, and begins only when it is awaited.
     """
 
-    def __init__(self, launcher: Launcher, requests: Sequence[Request], asynchronous: bool) -> None:
-        super().__init__(launcher, requests[0], asynchronous)
+    def __init__(
+        self, launcher: Launcher, requests: Sequence[Request], asynchronous: bool, *, carries: bool = False
+    ) -> None:
+        super().__init__(launcher, requests[0], asynchronous, carries=carries)
         self._requests = requests
         self._coroutine: Coroutine[Any, Any, list[Any]] | None = None
 

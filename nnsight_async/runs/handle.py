@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, cast
 
 from nnsight_async.errors import OutsideBlockError
 from nnsight_async.interleave.context import save
@@ -30,7 +30,6 @@ class Launcher(Protocol):
     async def alaunch(self, job: Job) -> None: ...
 
 
-@runtime_checkable
 class Taking(Protocol):
     """What makes a block of its own kind of a body; others have it as bytes."""
 
@@ -43,8 +42,8 @@ class Owning(Protocol):
 
 def block_of(launcher: Owning, capture: BodyCapture, *tracers: object) -> Block:
     """The body as a block for `launcher`; its code may use the `tracers`."""
-    if isinstance(launcher, Taking):
-        return launcher.take(capture, *tracers)
+    if hasattr(type(launcher), "take"):  # asked of the model itself, it would be looked for among the modules
+        return cast("Taking", launcher).take(capture, *tracers)
     return capture.block([*launcher.owners(), *tracers])
 
 
@@ -62,9 +61,7 @@ class Outcome:
         return settle(self._job, timeout).outcome()
 
     async def _wait(self) -> Any:
-        with self._job.read():
-            await self._job.ended.until(lambda: self._job.settled)
-        return self._job.outcome()
+        return (await asettle(self._job)).outcome()
 
 
 F = TypeVar("F", bound="Job")
@@ -76,6 +73,14 @@ def settle(job: F, timeout: float | None = None) -> F:
         ended = job.ended.block_until(lambda: job.settled, timeout)
     if not ended:
         raise TimeoutError(f"the run had not ended after {timeout} s")
+    job.warn()
+    return job
+
+
+async def asettle(job: F) -> F:
+    """Wait for the end of what runs; cancelling the wait aborts it."""
+    with job.read():
+        await job.ended.until(lambda: job.settled)
     job.warn()
     return job
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from nnsight_async.errors import OutsideBlockError
 from nnsight_async.runs.body import BodyStatement, Ready, caller, check_awaiting_allowed, check_blocking_allowed
 from nnsight_async.runs.group import Invokes, planned
-from nnsight_async.runs.handle import Launcher, block_of, settle
+from nnsight_async.runs.handle import Launcher, asettle, block_of, settle
 from nnsight_async.runs.saved import Saved
 from nnsight_async.runs.trace import Tracer
 
@@ -32,9 +32,10 @@ Asking = Callable[[Any, Mapping[str, Any]], "Request"]
 class InvokeTracer(Tracer):
     """What `with model.trace() as tracer` gives: its body runs as it stands, and each invoke in it is one request."""
 
-    def __init__(self, launcher: Launcher, asynchronous: bool, asking: Asking) -> None:
+    def __init__(self, launcher: Launcher, asynchronous: bool, asking: Asking, *, carries: bool = False) -> None:
         super().__init__(asynchronous)
         self.launcher = launcher
+        self.carries = carries
         self._asking = asking
         self._open = True
         self.captured: list[Invoke] = []
@@ -71,6 +72,7 @@ class Invoke(BodyStatement):
         self.tracer = Tracer(asynchronous)
         self.block: Block
         self._outer = outer
+        self._carries = outer.carries
         self._taken: BodyCapture
 
     def __enter__(self) -> Tracer:
@@ -96,18 +98,19 @@ class Invoke(BodyStatement):
 class InvokeTrace:
     """The context manager that `model.trace()` returns; `with` and `async with` as for `Trace`."""
 
-    def __init__(self, launcher: Launcher, asking: Asking, asynchronous: bool) -> None:
+    def __init__(self, launcher: Launcher, asking: Asking, asynchronous: bool, *, carries: bool = False) -> None:
         self._launcher = launcher
         self._asking = asking
         self._asynchronous = asynchronous
-        self._tracer = self._made(launcher, asynchronous, asking)
+        self._carries = carries
+        self._tracer = self._made(asynchronous)
 
-    def _made(self, launcher: Launcher, asynchronous: bool, asking: Asking) -> InvokeTracer:
-        return InvokeTracer(launcher, asynchronous, asking)
+    def _made(self, asynchronous: bool) -> InvokeTracer:
+        return InvokeTracer(self._launcher, asynchronous, self._asking, carries=self._carries)
 
     def __enter__(self) -> InvokeTracer:
         check_blocking_allowed(self._asynchronous)
-        self._tracer = self._made(self._launcher, False, self._asking)
+        self._tracer = self._made(asynchronous=False)
         return self._tracer
 
     def __exit__(
@@ -124,7 +127,7 @@ class InvokeTrace:
 
     async def __aenter__(self) -> InvokeTracer:
         check_awaiting_allowed(self._asynchronous)
-        self._tracer = self._made(self._launcher, True, self._asking)
+        self._tracer = self._made(asynchronous=True)
         return self._tracer
 
     async def __aexit__(
@@ -136,7 +139,11 @@ class InvokeTrace:
         group = _group(invokes)
         await self._launcher.alaunch(group)
         self._attach(group, invokes)
-        self._bind({name: Saved(group, name) for name in group.names}, invokes)
+        if self._carries:
+            self._bind((await asettle(group)).values, invokes)
+            group.check()
+        else:
+            self._bind({name: Saved(group, name) for name in group.names}, invokes)
 
     def _bind(self, values: Mapping[str, object], invokes: list[Invoke]) -> None:
         for invoke in invokes:

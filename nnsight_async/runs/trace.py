@@ -10,13 +10,15 @@ from nnsight_async.errors import OutsideBlockError, UnsupportedError
 from nnsight_async.interleave.tracer import ELSEWHERE, NOT_HERE, ONE_PROMPT
 from nnsight_async.runs.body import BodyStatement, Ready, caller, check_awaiting_allowed, check_blocking_allowed
 from nnsight_async.runs.group import planned
-from nnsight_async.runs.handle import Handle, Launcher, block_of, settle
+from nnsight_async.runs.handle import Handle, Launcher, asettle, block_of, settle
 from nnsight_async.runs.saved import Saved
 from nnsight_async.tree.names import similar
 
 if TYPE_CHECKING:
+    from nnsight_async.capture.block import Block
     from nnsight_async.capture.body import BodyCapture
     from nnsight_async.interleave.tracer import Iterations
+    from nnsight_async.runs.job import Job
     from nnsight_async.runs.request import Request
 
 
@@ -89,10 +91,12 @@ class Trace(BodyStatement):
     `async with` gives `Saved` objects.
     """
 
-    def __init__(self, launcher: Launcher, request: Request, asynchronous: bool) -> None:
+    def __init__(self, launcher: Launcher, request: Request, asynchronous: bool, *, carries: bool = False) -> None:
+        """`carries`: it is part of a session, which waits for each run and passes on what its block has bound."""
         self._launcher = launcher
         self._request = request
         self._asynchronous = asynchronous
+        self._carries = carries
         self._tracer = Tracer(asynchronous)
 
     def __enter__(self) -> Tracer:
@@ -109,16 +113,22 @@ class Trace(BodyStatement):
         run = planned(self._request, block)
         self._launcher.launch(run)
         self._tracer.attach(run)
-        settle(run).check()
-        values = run.values
-        capture.bind({name: values[name] for name in block.names if name in values})
+        self._bind(settle(run), block, capture)
 
     async def _afinish(self, capture: BodyCapture) -> None:
         block = block_of(self._launcher, capture, self._tracer)
         run = planned(self._request, block)
         await self._launcher.alaunch(run)
         self._tracer.attach(run)
-        capture.bind({name: Saved(run, name) for name in block.names})
+        if self._carries:
+            self._bind(await asettle(run), block, capture)
+        else:
+            capture.bind({name: Saved(run, name) for name in block.names})
+
+    def _bind(self, run: Job, block: Block, capture: BodyCapture) -> None:
+        run.check()
+        values = run.values
+        capture.bind({name: values[name] for name in block.names if name in values})
 
     def _enter(self, frame: FrameType) -> Tracer:
         return self._skip(frame, self._tracer)

@@ -14,9 +14,9 @@ from nnsight_async.capture.load import VERSION as PYTHON
 from nnsight_async.capture.ship import dumps
 from nnsight_async.engine.prompts import vllm_prompt
 from nnsight_async.engine.sampling import settings
+from nnsight_async.runs.keywords import PLAIN
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import operations as ops
-from nnsight_async.serve.params import FIELDS
 from nnsight_async.serve.program import PLACE, Program
 from nnsight_async.serve.wire import Bounds, Buffers, Received, WireError
 
@@ -102,7 +102,7 @@ class Policy:
 
     def request(self, asked: m.RunRequest) -> Request:
         """What is asked of vLLM; raises as `settings` and `vllm_prompt` do."""
-        unknown = sorted(asked.sampling.keys() - FIELDS)
+        unknown = sorted(asked.sampling.keys() - PLAIN)
         if unknown:
             raise TypeError(f"a served run got an unexpected keyword argument {unknown[0]!r}")
         if asked.sampling.get("n", 1) != 1:

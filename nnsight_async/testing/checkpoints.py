@@ -51,7 +51,7 @@ def tiny_checkpoint(name: str, *, seed: int = 0) -> str:
     It is made at the first call and kept in the cache folder. Raises `KeyError` for an unknown name.
     """
     sizes = CHECKPOINTS[name]
-    folder = cache_folder("testing", f"{name}-{seed}-{_version()}")
+    folder = cache_folder("testing", f"{name}-{seed}-{version_of(__file__)}")
     return str(publish(folder, lambda draft: _write(draft, name, sizes, seed)))
 
 
@@ -63,10 +63,11 @@ def hf_model(name: str, *, seed: int = 0) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(tiny_checkpoint(name, seed=seed), dtype=torch.float32).eval()
 
 
-def _version() -> str:
+def version_of(file: str) -> str:
+    """What a checkpoint that `file` makes depends on: its text, that of the tokenizer, and transformers."""
     import transformers
 
-    sources = [Path(__file__), Path(__file__).with_name("tokenizer.py")]
+    sources = [Path(file), Path(__file__).with_name("tokenizer.py")]
     content = b"".join(source.read_bytes() for source in sources) + transformers.__version__.encode()
     return hashlib.sha256(content).hexdigest()[:12]
 

@@ -145,7 +145,8 @@ class Envoy:
         return self._seen(lambda: current().read_view(*self._place(place)))
 
     def _write_stream(self, place: Callable[[Manifest, str], residual.Place], value: Any) -> None:
-        current().write_view(*self._place(place), value)
+        location, view, written = self._place(place)
+        current().write_view(location, view, value, written)
 
     def _place(self, place: Callable[[Manifest, str], residual.Place]) -> residual.Place:
         found = self._places.get(place)

@@ -13,7 +13,8 @@ from nnsight_async.tree.manifest import join
 if TYPE_CHECKING:
     from nnsight_async.tree.manifest import Manifest
 
-Place = tuple[Location, View]
+Place = tuple[Location, View, str]
+"""Where it passes, how it is read there, and what the user has written."""
 
 MIDDLE_NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2")
 """Norms that take the stream between attention and MLP, by the names that vLLM's layers use (0.32, 0.33). Gemma's
@@ -22,13 +23,15 @@ layers have the first two, and there only the first one takes the stream."""
 
 def before(manifest: Manifest, path: str) -> Place:
     """The stream that the layer is called with."""
-    return Location(layer(manifest, path), "inputs"), StreamIn.of(current().module(path))
+    place = Location(layer(manifest, path), "inputs")
+    return place, StreamIn.of(current().module(path)), f"{expression(path)}.resid_pre"
 
 
 def middle(manifest: Manifest, path: str) -> Place:
     """The stream between attention and MLP."""
     inner = middle_norm(manifest, path)
-    return Location(inner, "inputs"), StreamIn.of(current().module(inner), middle=True)
+    view = StreamIn.of(current().module(inner), middle=True)
+    return Location(inner, "inputs"), view, f"{expression(path)}.resid_mid"
 
 
 def middle_norm(manifest: Manifest, path: str) -> str:
@@ -43,7 +46,7 @@ def middle_norm(manifest: Manifest, path: str) -> str:
 
 def after(manifest: Manifest, path: str) -> Place:
     """The stream that the layer leaves behind."""
-    return Location(layer(manifest, path), "output"), StreamOut()
+    return Location(layer(manifest, path), "output"), StreamOut(), f"{expression(path)}.resid_post"
 
 
 def layer(manifest: Manifest, path: str) -> str:

@@ -90,11 +90,32 @@ def test_three_times_and_in_every_step(model):
 
 
 def test_who_waits_for_nobody_is_told(model):
-    with pytest.raises(GenerationEndedError, match="barrier, which 1 of 2"), model.trace() as tracer:  # noqa: PT012
+    with pytest.raises(GenerationEndedError, match=r"barrier, which 1 of 2.*call it"), model.trace() as tracer:  # noqa: PT012
         barrier = tracer.barrier(2)
         with tracer.invoke(CLEAN):
             barrier()
             never = model.logits.save()
+        with tracer.invoke(CORRUPTED):
+            logits = model.logits.save()
+
+
+def test_a_barrier_for_more_invokes_than_there_are(model):
+    words = r"barrier\(3\) waits for 3 invokes, and this trace has 2"
+    with pytest.raises(ValueError, match=words), model.trace() as tracer:  # noqa: PT012
+        barrier = tracer.barrier(3)
+        for prompt in (CLEAN, CORRUPTED):
+            with tracer.invoke(prompt):
+                barrier()
+                never = model.logits.save()
+
+
+def test_sequences_of_an_invoke_come_to_a_barrier_each(model):
+    with model.trace(n=2, temperature=1.0, seed=1) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(CLEAN):
+            barrier()
+            logits = model.logits.save()
+    assert torch.equal(*logits)
 
 
 def test_a_barrier_outside_of_blocks(model):

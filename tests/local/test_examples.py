@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from nnsight_async import TransformersModel
+from nnsight_async.testing.vision import tiny_vision_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
@@ -58,6 +62,39 @@ def test_a_small_step_of_patching_changes_the_logits_by_that_much(model: Any, hf
             logits = model.logits.save()
         moved = logits[0, wanted] - logits[0, other] - (wrong[wanted] - wrong[other])
         assert moved.item() / 0.01 == pytest.approx(float(grid[layer, -1]), rel=0.05, abs=0.02)
+
+
+def test_the_effects_of_patches_are_those_of_autograd(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """On a LLaVA of random weights, with its processor, against transformers."""
+    module = example("image_patches")
+    folder = tiny_vision_checkpoint()
+    with TransformersModel(folder) as model:
+        grid, seen, hidden = module.main(model)
+
+    hf, processor = AutoModelForImageTextToText.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
+    text = f"USER: {processor.image_token}\n{module.QUESTION} ASSISTANT:"
+    inputs = processor(images=module.picture(""), text=text, return_tensors="pt")
+    change: dict[int, float] = {}
+    features: list[torch.Tensor] = []
+
+    def keep(layer: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        scale = torch.ones(output.shape[-2], 1)
+        for row, factor in change.items():
+            scale[row] = factor
+        features.append(output.detach() * scale)
+        return features[-1].requires_grad_()
+
+    hf.model.multi_modal_projector.register_forward_hook(keep)
+    logits = hf(**inputs).logits[0, -1]
+    (gradient,) = torch.autograd.grad(logits.max(), features[-1])
+    effects = (features[-1] * gradient).sum(-1).flatten()
+    assert grid.shape == (4, 4)
+    torch.testing.assert_close(grid.flatten(), effects.detach(), **CLOSE)
+    change[int(effects.argmax())] = 0.0
+    without = hf(**inputs).logits[0, -1, logits.argmax()]
+    assert (seen, hidden) == pytest.approx((logits.max().item(), without.item()), abs=1e-4)
+    assert hidden != pytest.approx(seen, abs=1e-4)
+    assert len(capsys.readouterr().out.splitlines()) == 6
 
 
 def test_integrated_gradients_add_up_to_the_difference(model: Any, hf: Any, example: Any) -> None:

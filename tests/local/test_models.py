@@ -130,7 +130,9 @@ def test_an_error_in_the_middle_of_a_pass_leaves_the_next_one_alone(model):
 
 
 def test_what_is_not_there_yet_and_what_is_of_the_caller(model):
-    with pytest.raises(UnsupportedError, match=r"model\.session is not supported yet"):
+    with pytest.raises(UnsupportedError, match=r"model\.barrier is not of a model: a tracer makes"):
+        model.barrier(2)
+    with pytest.raises(UnsupportedError, match=r"model\.session cannot be used in a block"), model.trace(PROMPT):
         model.session()
     with pytest.raises(UnsupportedError, match=r"model\.scan cannot be used in a block"), model.trace(PROMPT):
         model.scan(PROMPT)
@@ -140,3 +142,21 @@ def test_what_is_not_there_yet_and_what_is_of_the_caller(model):
         model.trace(PROMPT, lora_request=object())
     with pytest.raises(TypeError, match="did you mean 'temperature'"):
         model.trace(PROMPT, temprature=1.0)
+    with pytest.raises(UnsupportedError, match=r"presence_penalty=.*takes max_tokens.*model\.logits"):
+        model.trace(PROMPT, presence_penalty=1.0)
+
+
+@pytest.mark.parametrize(("slip", "near"), [("dtyp", "dtype"), ("tokeniser", "tokenizer"), ("devise", "device")])
+def test_a_keyword_that_is_a_slip_for_another(llama, slip, near):
+    with pytest.raises(TypeError, match=f"'{slip}'; did you mean '{near}'"):
+        TransformersModel(llama, **{slip: "cpu"})
+
+
+def test_an_attribute_of_the_config_is_no_slip(llama):
+    with TransformersModel(llama, use_cache=False) as model:
+        assert model.module.config.use_cache is False
+
+
+def test_a_model_that_has_been_loaded_takes_no_arguments_of_from_pretrained():
+    with pytest.raises(TypeError, match="dtype= is for from_pretrained"):
+        TransformersModel(hf_model("llama"), dtype="bfloat16")

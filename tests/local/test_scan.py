@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from nnsight_async import TransformersModel, save
+from nnsight_async.testing import hf_model, tiny_checkpoint
 
 PROMPT = list(range(10, 17))
 
@@ -71,3 +72,30 @@ async def test_async(llama):
     assert tuple((await logits).shape) == (1, 512)
     assert not model.dispatched
     model.close()
+
+
+def test_experts_in_float32():
+    """Their product of matrices has no shapes to tell in any type but bfloat16."""
+    model = TransformersModel(tiny_checkpoint("qwen3_moe"))
+    with model.scan(PROMPT):
+        inner = model.model.layers[0].mlp.experts.act_fn.output.save()
+        out = model.model.layers[0].mlp.output.save()
+    assert (tuple(inner.shape), tuple(out.shape), out.dtype) == ((14, 64), (7, 64), torch.float32)
+    with model.trace(PROMPT):
+        computed = model.model.layers[0].mlp.experts.act_fn.output.save()
+    assert computed.shape == inner.shape
+    model.close()
+
+
+def test_the_type_that_was_asked_for_and_a_config_that_is_left_alone(llama):
+    model = TransformersModel(llama, dtype=torch.bfloat16, attn_implementation="eager")
+    with model.scan(PROMPT):
+        weights = model.model.layers[0].self_attn.output[1].save()
+        logits = model.logits.save()
+    assert (logits.dtype, tuple(weights.shape)) == (torch.bfloat16, (1, 4, 7, 7))
+    model.close()
+    given = hf_model("qwen3_moe")
+    before = given.config.to_dict(), given.config._experts_implementation
+    with TransformersModel(given) as model, model.scan(PROMPT):
+        logits = model.logits.save()
+    assert (given.config.to_dict(), given.config._experts_implementation) == before

@@ -176,6 +176,17 @@ def test_values_of_a_wrong_type_do_not_reach_the_engine(model):
 # -- generate, in its forms
 
 
+def test_one_setting_under_two_names(model, hf):
+    words = r"both max_tokens= and max_new_tokens=, which are one setting"
+    with pytest.raises(TypeError, match=rf"trace\(\) got {words}"):
+        model.trace([5], max_tokens=2, max_new_tokens=3)
+    with pytest.raises(TypeError, match=rf"invoke\(\) got {words}"), model.trace() as tracer:
+        tracer.invoke([5], max_new_tokens=2, max_tokens=2)
+    with model.trace(max_new_tokens=3, temperature=0.0, ignore_eos=True) as tracer, tracer.invoke([5], max_tokens=2):
+        pass
+    assert [ids(output) for output in tracer.result] == [generation(hf, [5], 2).ids]
+
+
 def test_generate_is_a_list_of_outputs(sync, hf):
     given = [[at, 9, 10] for at in range(4, 40)]
     outputs = sync.generate(given, **GREEDY)

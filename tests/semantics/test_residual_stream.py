@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from nnsight_async import GenerationEndedError, OutOfOrderError
+
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 
@@ -155,3 +157,19 @@ def test_attention_pattern_from_queries_and_keys(pair):
     causal = torch.ones_like(scores).tril().bool()
     pattern = scores.masked_fill(~causal, float("-inf")).softmax(-1)
     torch.testing.assert_close(pattern @ v, mixed, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["resid_pre", "resid_mid", "resid_post"])
+def test_one_that_was_passed_is_named_as_it_is_written(model, name):
+    words = rf"model\.model\.layers\[1\]\.{name} has already been passed"
+    with pytest.raises(OutOfOrderError, match=words), model.trace(PROMPT, max_tokens=1):  # noqa: PT012
+        model.model.layers[2].output
+        getattr(model.model.layers[1], name).save()
+
+
+def test_one_that_is_asked_for_too_late_is_named_as_it_is_written(model):
+    words = r"model\.model\.layers\[1\]\.resid_post was asked for after"
+    with pytest.raises(GenerationEndedError, match=words), model.trace(PROMPT, max_tokens=1) as tracer:  # noqa: PT012
+        for _ in tracer.iter[:]:
+            pass
+        model.model.layers[1].resid_post.save()

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from nnsight_async import NNsightError
+from nnsight_async.runs.keywords import OTHERS, PLAIN
 from nnsight_async.serve import access
-from nnsight_async.serve.params import FIELDS, LOCAL
+from nnsight_async.serve.params import request_of
 
 WITHOUT_VLLM = """
 import sys
@@ -58,8 +59,14 @@ def test_the_names_of_sampling_parameters_are_those_of_vllm() -> None:
     from vllm import SamplingParams
 
     names = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
-    assert names >= FIELDS
-    assert names <= FIELDS | LOCAL
+    assert names >= PLAIN
+    assert names <= PLAIN | OTHERS
+
+
+def test_one_setting_under_two_names() -> None:
+    with pytest.raises(TypeError, match=r"run\(\) got both max_tokens= and max_new_tokens="):
+        request_of({"max_new_tokens": 3, "max_tokens": 3}, "run()")
+    assert request_of({"max_new_tokens": 3}, "run()").params.sampling() == {"max_tokens": 3}
 
 
 # -- keys --------------------------------------------------------------------------------------------------------------
