@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_async.capture.bind import bind
 from nnsight_async.capture.block import Block
-from nnsight_async.capture.compile import template
+from nnsight_async.capture.compile import PARAMETERS, template
 from nnsight_async.capture.diagnose import shipping_error
 from nnsight_async.capture.forgotten import warn
 from nnsight_async.capture.kept import refuse
@@ -14,7 +14,8 @@ from nnsight_async.capture.load import VERSION, Body
 from nnsight_async.capture.scope import Scope
 from nnsight_async.capture.ship import Pickled, Unshippable, dumps
 from nnsight_async.capture.skip import BodySkip, SkipSignal
-from nnsight_async.capture.text import Text
+from nnsight_async.capture.text import Text, Written
+from nnsight_async.capture.written import ANNOTATIONS, cut
 from nnsight_async.errors import CaptureError, ShippingError
 
 if TYPE_CHECKING:
@@ -103,7 +104,26 @@ class BodyCapture:
             filename=code.co_filename,
             first_line=self._statement.node.lineno,
             function=code.co_name,
+            written=self._written,
             traceback=_at(self._frame),
+        )
+
+    def _written(self) -> Written | None:
+        statement, body = self._statement, self._template
+        found = cut(statement.source.lines, statement.node.body)
+        if found is None:
+            return None
+        return Written(
+            text=found[0],
+            first_line=found[1],
+            lines=(statement.node.lineno, statement.node.end_lineno or statement.node.lineno),
+            parameters=PARAMETERS,
+            free=body.free,
+            entries=(*body.certain, *body.possible),
+            qualname=statement.qualname,
+            class_name=statement.class_name,
+            annotations=bool(statement.flags & ANNOTATIONS),
+            module=self._frame.f_globals.get("__name__", ""),
         )
 
     def bind(self, values: Mapping[str, object]) -> None:

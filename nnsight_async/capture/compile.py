@@ -6,7 +6,7 @@ import marshal
 import weakref
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nnsight_async.capture.find import find
 from nnsight_async.capture.forgotten import Forgotten, carried, forgotten
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from nnsight_async.capture.find import Statement
 
-_PARAMETERS = ("__nnsight_model__", "__nnsight_tracer__")
+PARAMETERS = ("__nnsight_model__", "__nnsight_tracer__")
 _NAME = "__nnsight_block__"
 _GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "DELETE_GLOBAL"})
 
@@ -101,23 +101,41 @@ def _template(statement: Statement) -> Template:
 
 
 def _compile(body: list[ast.stmt], statement: Statement, entries: tuple[str, ...]) -> CodeType:
-    parameters = ", ".join((*_PARAMETERS, *entries))
-    tree = ast.parse(f"def {_NAME}({parameters}): pass")
+    source, node = statement.source, statement.node
+    lines = node.lineno, node.end_lineno or node.lineno
+    place = Place(source.filename, lines, statement.function, statement.qualname, statement.class_name, statement.flags)
+    return function_code(body, (*PARAMETERS, *entries), place)
+
+
+class Place(NamedTuple):
+    """What a function made of statements is said to be, and where; `flags` of the future imports in force."""
+
+    filename: str
+    lines: tuple[int, int]
+    function: str
+    qualname: str
+    class_name: str | None
+    flags: int
+
+
+def function_code(body: list[ast.stmt], parameters: tuple[str, ...], place: Place) -> CodeType:
+    """The code of a function with `body`; `CaptureError` for what the compiler refuses."""
+    tree = ast.parse(f"def {_NAME}({', '.join(parameters)}): pass")
     function = tree.body[0]
     assert isinstance(function, ast.FunctionDef)
     function.body = body
-    function.lineno, function.end_lineno = statement.node.lineno, statement.node.end_lineno
-    if statement.class_name is not None:  # for the sake of private names
-        around = ast.parse(f"class {statement.class_name}: pass")
+    function.lineno, function.end_lineno = place.lines
+    if place.class_name is not None:  # for the sake of private names
+        around = ast.parse(f"class {place.class_name}: pass")
         around.body[0].body = [function]  # type: ignore[attr-defined]
         tree = around
     try:
-        module = compile(tree, statement.source.filename, "exec", statement.flags, dont_inherit=True)
+        module = compile(tree, place.filename, "exec", place.flags, dont_inherit=True)
     except SyntaxError as error:
-        where = f"{statement.source.filename}, line {error.lineno}"
+        where = f"{place.filename}, line {error.lineno}"
         raise CaptureError(f"{where}: {error.msg}, in the body of a block") from None
     code = next(code for code in nested_codes(module) if code.co_name == _NAME)
-    return code.replace(co_name=statement.function, co_qualname=statement.qualname)
+    return code.replace(co_name=place.function, co_qualname=place.qualname)
 
 
 def mangle(name: str, class_name: str | None) -> str:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import importlib
 import io
 import marshal
 import pickle
@@ -75,6 +76,14 @@ def small(content: bytes, *geometry: Any) -> torch.Tensor:
     """A tensor that travels inside its block. (PyTorch's own way fails to load float8 and uint16, as of 2.13.)"""
     flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
     return Geometry(*geometry).show(flat)
+
+
+def imported(module: str, path: str) -> object:
+    """Something of a module that is installed here."""
+    found: object = importlib.import_module(module)
+    for name in path.split(".") if path else ():
+        found = getattr(found, name)
+    return found
 
 
 def large(digest: bytes, *geometry: Any) -> torch.Tensor:

@@ -6,16 +6,18 @@ import ast
 import weakref
 from functools import partial
 from inspect import CO_GENERATOR as GENERATOR
+from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nnsight_async.capture.agree import Span, agree
-from nnsight_async.capture.compile import attribute_names
+from nnsight_async.capture.compile import attribute_names, global_reads
 from nnsight_async.capture.kept import Kept, kept_outside, refuse
 from nnsight_async.capture.live import read_first
 from nnsight_async.capture.rewrite import CHANGED, SaveRewriter, rewrite_saves
 from nnsight_async.capture.source import Source, source_of
-from nnsight_async.capture.text import Text
+from nnsight_async.capture.text import Text, Written
+from nnsight_async.capture.written import ANNOTATIONS, cut
 from nnsight_async.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -73,7 +75,35 @@ def text_of(probe: object, model: object) -> Text | None:
         filename=code.co_filename,
         first_line=code.co_firstlineno,
         function=probe.__qualname__,
+        written=partial(_written, probe, source, node),
     )
+
+
+def _written(probe: FunctionType, source: Source, node: ast.FunctionDef) -> Written | None:
+    code = probe.__code__
+    if code.co_flags & (CO_VARARGS | CO_VARKEYWORDS) or any(map(_is_bound_to_place, ast.walk(node))):
+        return None
+    found = cut(source.lines, node.body)
+    if found is None:
+        return None
+    return Written(
+        text=found[0],
+        first_line=found[1],
+        lines=(node.lineno, node.end_lineno or node.lineno),
+        parameters=code.co_varnames[:2],
+        free=(*code.co_freevars, *global_reads(code)),
+        entries=(),
+        qualname=probe.__qualname__,
+        class_name=None,
+        annotations=bool(source.flags & ANNOTATIONS),
+        module=probe.__module__ or "",
+    )
+
+
+def _is_bound_to_place(node: ast.AST) -> bool:
+    """Whether a node means something else in another function: a variable of the one around it, a private name."""
+    name = getattr(node, "id", getattr(node, "attr", ""))
+    return isinstance(node, ast.Nonlocal) or (isinstance(name, str) and name[:2] == "__" and name[-2:] != "__")
 
 
 class TracerName:

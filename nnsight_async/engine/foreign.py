@@ -9,6 +9,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from nnsight_async.engine.sampling import edit_names, mistake
 from nnsight_async.runs import echo, failures
 from nnsight_async.runs.ledger import Ledger
 from nnsight_async.runs.run import new_key
@@ -253,6 +254,8 @@ class ForeignRequests:
         ready = isinstance(prompt, EngineCoreRequest)  # which has parameters and an adapter of its own
         params = prompt.params if ready else params
         sampling = isinstance(params, SamplingParams)
+        if sampling and (why := mistake(params)) is not None:  # at which vLLM does not look, and its engine would end
+            raise VLLMValidationError(why)
         if sampling and KEY in (params.extra_args or {}):  # which would name runs and edits of others to the worker
             raise VLLMValidationError(f"extra_args[{KEY!r}] is not for requests")
         edits = self._chosen(params) if sampling else ()
@@ -295,8 +298,8 @@ class ForeignRequests:
 
         named = (params.extra_args or {}).get(ARGUMENT)
         try:
-            return self._edits.chosen((named,) if isinstance(named, str) else named)
-        except ValueError as error:  # as what vLLM's servers answer as the mistake of a request
+            return self._edits.chosen((named,) if isinstance(named, str) else edit_names(named))
+        except (TypeError, ValueError) as error:  # as what vLLM's servers answer as the mistake of a request
             raise VLLMValidationError(str(error)) from None
 
     def _lora(self, arrival_time: Any = None, lora_request: Any = None, *_: Any, **__: Any) -> Any:

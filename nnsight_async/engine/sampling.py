@@ -73,9 +73,25 @@ def _kinds(params: type[msgspec.Struct]) -> dict[str, Any]:
 
 def _check_types(params: msgspec.Struct, given: Mapping[str, Any], what: str) -> None:
     """Raise `TypeError` where vLLM (0.32, 0.33) does not look, and its engine would end decoding the request."""
-    kinds = _kinds(type(params))
     for name in given.keys() - OBJECTS:
-        try:
-            msgspec.convert(getattr(params, name), kinds[name])
-        except msgspec.ValidationError as error:
-            raise TypeError(f"{what} got {name}={given[name]!r}: {error}") from None
+        if (why := _mistyped(params, name)) is not None:
+            raise TypeError(f"{what} got {name}={given[name]!r}: {why}")
+
+
+def mistake(params: msgspec.Struct) -> str | None:
+    """What is wrong with the types of parameters that somebody else has made."""
+    names = [name for name in _kinds(type(params)) if name not in OBJECTS]
+    found = ((name, _mistyped(params, name)) for name in names)
+    return next((f"{name}={getattr(params, name)!r}: {why}" for name, why in found if why is not None), None)
+
+
+def _mistyped(params: msgspec.Struct, name: str) -> str | None:
+    value = getattr(params, name)
+    try:
+        msgspec.convert(value, _kinds(type(params))[name])
+        msgspec.msgpack.encode(value)
+    except msgspec.ValidationError as error:
+        return str(error)
+    except (OverflowError, UnicodeError) as error:  # numbers of more than 64 bits, halves of surrogate pairs
+        return f"it cannot be sent: {error}"
+    return None

@@ -15,6 +15,7 @@ from typing import Any, cast, get_args
 import msgspec
 
 from nnsight_async.serve.messages import Refusal, Scope
+from nnsight_async.serve.uploads import Refused, Upload, Uploads
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 LOOPBACK = frozenset(("127.0.0.1", "localhost", "::1"))
@@ -153,10 +154,13 @@ class Gate:
     those are given: a page from anywhere could send them to who looks at it (requests across origins, DNS rebinding).
     """
 
-    def __init__(self, app: Any, keys: Keys, names: frozenset[str] | None, body: int | None = None) -> None:
+    def __init__(
+        self, app: Any, keys: Keys, names: frozenset[str] | None, uploads: Uploads, body: int | None = None
+    ) -> None:
         self._app = app
         self._keys = keys
         self._names = names
+        self._uploads = uploads
         self._body = body
         """Bytes that vLLM's routes, which know no limit, may be sent."""
 
@@ -167,8 +171,7 @@ class Gate:
         headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
         refused = self._refused(scope, headers)
         if refused is None and scope["type"] == "http":
-            ours = self._body is None or scope["path"].startswith(OURS)
-            await self._app(scope, receive if ours else _limited(receive, self._body), send)
+            await self._through(scope, receive, send, headers)
         elif refused is None:  # websockets: vLLM's realtime API, which edits and limits know nothing of
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] == "http":
@@ -176,6 +179,23 @@ class Gate:
             await _answer(send, *refused)
         else:
             await send({"type": "websocket.close", "code": 1008})
+
+    async def _through(self, scope: Any, receive: Any, send: Any, headers: Mapping[str, str]) -> None:
+        key: Key | None = scope.get("state", {}).get("key")
+        if key is None:  # where there is nothing to be sent
+            await self._app(scope, receive, send)
+            return
+        most = None if scope["path"].startswith(OURS) else self._body  # ours answer what is too long themselves
+        try:
+            upload = Upload(receive, self._uploads, key.name, _announced(headers), most)
+        except Refused as error:
+            await _read_on(receive)
+            await _answer(send, error.status, error.message)
+            return
+        try:
+            await self._app(scope, upload.receive, send)
+        finally:
+            upload.end()
 
     def _refused(self, scope: Any, headers: Mapping[str, str]) -> tuple[int, str] | None:
         if not self._keys and (reason := _foreign(headers, self._names)):
@@ -189,24 +209,16 @@ class Gate:
             return 401, "this server asks for a key: give api_key=, or the header `Authorization: Bearer KEY`"
         if not key.may(needed):
             return 403, f"the key {key.name!r} has not the scope {needed!r}, which {path[:100]} asks for"
-        length = headers.get("content-length", "")
-        if self._body is not None and length.isdecimal() and int(length[:20]) > self._body:
+        if self._body is not None and _announced(headers) > self._body:
             return 413, f"a request of more than {self._body:,} bytes"
         scope.setdefault("state", {})["key"] = key
         return None
 
 
-def _limited(receive: Any, most: int | None) -> Any:
-    """What a client sends, who is gone as soon as it is too much."""
-    received = 0
-
-    async def counted() -> Any:
-        nonlocal received
-        message = await receive()
-        received += len(message.get("body", b""))
-        return {"type": "http.disconnect"} if most is not None and received > most else message
-
-    return counted
+def _announced(headers: Mapping[str, str]) -> int:
+    """How long a body is said to be."""
+    length = headers.get("content-length", "")
+    return int(length[:20]) if length.isdecimal() else 0
 
 
 def _foreign(headers: Mapping[str, str], names: frozenset[str] | None) -> str:
@@ -234,7 +246,8 @@ async def _read_on(receive: Any) -> None:
 
 
 async def _answer(send: Any, status: int, message: str) -> None:
-    body = msgspec.json.encode({"error": Refusal("ValueError" if status == 413 else "PermissionError", message)})
+    kind = {413: "ValueError", 429: "ServerError"}.get(status, "PermissionError")
+    body = msgspec.json.encode({"error": Refusal(kind, message)})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers.append((b"connection", b"close"))  # what is still sent is not read
     if status == 401:

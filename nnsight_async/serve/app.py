@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator
@@ -21,9 +22,11 @@ from nnsight_async.runs.failures import Failure
 from nnsight_async.runs.run import Run
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import plain
+from nnsight_async.serve.edits import ServedEdits
 from nnsight_async.serve.outline import outline
-from nnsight_async.serve.policy import Policy, Refused, ServerLimits, opened
+from nnsight_async.serve.policy import Policy, ServerLimits, opened
 from nnsight_async.serve.relay import Relay
+from nnsight_async.serve.uploads import Refused, Uploads
 from nnsight_async.serve.wire import CONTENT_TYPE, WireError
 
 if TYPE_CHECKING:
@@ -48,13 +51,12 @@ class Service:
 
     def __init__(self, model: VLLM, engine: Engine, policy: Policy, limits: ServerLimits) -> None:
         self.model = model
-        self.engine = engine
         self.policy = policy
         self.limits = limits
         self.going: Counter[str] = Counter()
         """Runs by the name of their key."""
-        self.owners: dict[int, str] = {}
-        """Whose each edit is, by its number."""
+        self.uploads = Uploads(limits.uploads)
+        self.edits = ServedEdits(model, engine, self.uploads, limits.edits)
         self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def once(self, key: Key, identity: str) -> None:
@@ -124,6 +126,7 @@ def router(service: Service) -> APIRouter:
             allow_python=service.policy.allow_python,
             python=sys.version_info[:2],
             runs=service.limits.runs,
+            uploads=service.limits.uploads,
         )
     )
 
@@ -160,9 +163,7 @@ def router(service: Service) -> APIRouter:
 def _add_edits(routes: APIRouter, service: Service) -> None:
     @routes.get("/edits", summary="The edits that are installed")
     async def edits(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
-        key = _key(request)
-        found = [_edit_info(service, edit, key) for edit in service.engine.edits.installed]
-        return Response(msgspec.msgpack.encode(found), media_type=CONTENT_TYPE)
+        return Response(msgspec.msgpack.encode(service.edits.infos(_key(request))), media_type=CONTENT_TYPE)
 
     @routes.post("/edits", summary="Install an edit, which is its maker's")
     async def install(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
@@ -173,13 +174,13 @@ def _add_edits(routes: APIRouter, service: Service) -> None:
     @routes.delete("/edits/{number}", summary="End an edit of one's own; with the scope admin, any")
     async def clear(number: int, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         with _answered() as answer:
-            return await _clear(service, [number], _key(request))
+            return await _clear(service, [number], request)
         return answer.response
 
     @routes.delete("/edits", summary="End all edits of one's own; with the scope admin, all")
     async def clear_all(request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         with _answered() as answer:
-            return await _clear(service, None, _key(request))
+            return await _clear(service, None, request)
         return answer.response
 
 
@@ -189,7 +190,8 @@ def _add_edits(routes: APIRouter, service: Service) -> None:
 async def _run(service: Service, request: Request) -> Response:
     key = _key(request)
     asked, block = await service.received(request, m.RunRequest, key)
-    relay = Relay(service.policy.request(asked), block, service.limits.waiting)
+    owns = functools.partial(service.edits.owns, key)
+    relay = Relay(service.policy.request(asked), block, service.limits.waiting, owns)
     service.once(key, asked.id)
     await service.launch(relay, key)
     relay.begin()
@@ -250,44 +252,26 @@ class Streamed(Response):
 
 
 async def _install(service: Service, request: Request) -> Response:
-    key = _key(request)
-    if not key.may("edit"):
-        raise Refused(403, "PermissionError", f"the key {key.name!r} has not the scope 'edit'")
+    key = _editor(request)
+    service.edits.check(key)
     asked, block = await service.received(request, m.EditRequest, key)
     assert block is not None
-    mine = [edit for edit in service.engine.edits.installed if service.owners.get(edit.number) == key.name]
-    if len(mine) >= service.limits.edits:
-        raise Refused(429, "ServerError", f"the key {key.name!r} has {len(mine)} edits, and may have no more")
     service.once(key, asked.id)
     edit = Installed(block, asked.name, asked.rowwise)
-    service.owners[edit.number] = key.name
-    try:
-        await service.model.ainstall(edit)
-    except BaseException:
-        del service.owners[edit.number]
-        raise
-    return Response(msgspec.msgpack.encode(_edit_info(service, edit, key)), media_type=CONTENT_TYPE)
+    await service.edits.install(edit, key)
+    return Response(msgspec.msgpack.encode(service.edits.info(edit, key)), media_type=CONTENT_TYPE)
 
 
-async def _clear(service: Service, numbers: list[int] | None, key: Key) -> Response:
-    if not key.may("edit"):
-        raise Refused(403, "PermissionError", f"the key {key.name!r} has not the scope 'edit'")
-    installed = service.engine.edits.installed
-    chosen = [edit for edit in installed if numbers is None or edit.number in numbers]
-    if not key.may("admin"):
-        others = [edit for edit in chosen if service.owners.get(edit.number) != key.name]
-        if numbers is not None and others:
-            raise Refused(403, "PermissionError", "this edit was made with another key, and is ended with that one")
-        chosen = [edit for edit in chosen if edit not in others]
-    await service.model.uninstall(chosen)
-    for edit in chosen:
-        service.owners.pop(edit.number, None)
+async def _clear(service: Service, numbers: list[int] | None, request: Request) -> Response:
+    await service.edits.clear(numbers, _editor(request))
     return Response(status_code=204)
 
 
-def _edit_info(service: Service, edit: Installed, key: Key) -> m.EditInfo:
-    own = service.owners.get(edit.number) == key.name
-    return m.EditInfo(edit.number, edit.name, edit.rowwise, own)
+def _editor(request: Request) -> Key:
+    key = _key(request)
+    if not key.may("edit"):
+        raise Refused(403, "PermissionError", f"the key {key.name!r} has not the scope 'edit'")
+    return key
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------

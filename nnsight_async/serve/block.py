@@ -18,6 +18,7 @@ from nnsight_async.serve import messages as m
 from nnsight_async.serve import operations as ops
 from nnsight_async.serve import wire
 from nnsight_async.serve.declare import declared
+from nnsight_async.serve.source import source_of
 from nnsight_async.tree.manifest import Manifest
 
 REFUSES = (
@@ -28,11 +29,12 @@ REFUSES = (
 
 @dataclass(frozen=True, slots=True)
 class ServedBlock(Block):
-    """A block with its form as data, or with the reason why it has none and its bytes as Python."""
+    """A block with its form as data, or with the reason why it has none, and its text or its bytes as Python."""
 
     statements: msgspec.Raw | None = None
     tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     reason: CaptureError | None = None
+    source: m.Source | None = None
 
     def code(self, description: m.Description) -> tuple[Any, list[torch.Tensor]]:
         """What to send: the block of a request, and its buffers. Raises `CaptureError` for what the server refuses."""
@@ -41,21 +43,28 @@ class ServedBlock(Block):
         if not description.allow_python:
             assert self.reason is not None
             raise CaptureError(f"{self.reason}. {REFUSES}").with_traceback(self.reason.__traceback__)
+        if self.source is not None:
+            return self.source, list(self.tensors)
         payload = torch.frombuffer(bytearray(self.payload), dtype=torch.uint8)
         python = m.Python([constant.digest for constant in self.constants])
         return python, [payload, *(constant.content for constant in self.constants)]
 
 
 def of_text(text: Text, whole: Callable[[], Block], owners: Collection[object]) -> ServedBlock:
-    """The block of a text; `whole` makes the one of Python, which is only asked for if there is no other."""
+    """The block of a text; `whole` makes one of Python as a pickle, which is only asked for if there is no other."""
     try:
         statements = declared(text.body, _own(text.seen, owners), text.filename, owners)
         _check(statements, text, owners)
     except CaptureError as error:
+        reason = error.with_traceback(text.traceback)
+        found = source_of(text, owners)
+        if found is not None:
+            place = text.names, text.filename, text.first_line, text.function
+            return ServedBlock(b"", *place, reason=reason, source=found[0], tensors=tuple(found[1]))
         python = whole()
         return ServedBlock(
             python.payload, python.names, python.filename, python.first_line, python.function, python.constants,
-            reason=error.with_traceback(text.traceback),
+            reason=reason,
         )  # fmt: skip
     tensors: list[torch.Tensor] = []
     for node in ops.nodes(statements):

@@ -23,6 +23,8 @@ what the user can who has started the server"""
 
 TAP = "where blocks may look, on an engine that replays CUDA graphs (docs/graphs.md); may be given several times"
 
+OF_DATA = "a block that is data"
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit status."""
@@ -48,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def serve(model: Any, keys: Keys, args: argparse.Namespace) -> int:
-    """Serve until a signal comes."""
+    """Serve until a signal comes, or the engine ends."""
     from nnsight_async.serve.server import Server
 
     server = Server(
@@ -57,12 +59,15 @@ def serve(model: Any, keys: Keys, args: argparse.Namespace) -> int:
         port=args.port,
         keys=keys,
         allow_python=args.allow_python,
-        limits=ServerLimits(body=args.max_body_bytes, runs=args.max_runs, run_seconds=args.max_run_seconds),
+        limits=limits_of(args),
         args=args,
         tls=tls_of(args),
     )
 
+    asked: list[int] = []
+
     def stop(number: int, frame: object) -> None:
+        asked.append(number)
         server.stop()
 
     with server:
@@ -70,7 +75,9 @@ def serve(model: Any, keys: Keys, args: argparse.Namespace) -> int:
             signal.signal(number, stop)
         print(f"{PROGRAM}: {model.repo} at {server.url}", flush=True)
         server.wait()
-    return 0
+    if not asked:
+        print(f"{PROGRAM}: the engine has ended", file=sys.stderr)
+    return 0 if asked else 1
 
 
 def make_parser() -> Any:
@@ -90,7 +97,25 @@ def make_parser() -> Any:
     ours.add_argument("--max-run-seconds", type=float, default=limits.run_seconds, help="how long a run may take")
     ours.add_argument("--max-body-bytes", type=int, default=limits.body, help="bytes of a request")
     ours.add_argument("--max-save-bytes", type=int, default=1 << 28, help="bytes that a run may save")
+    ours.add_argument(
+        "--max-upload-bytes", type=int, default=limits.uploads, help="bytes of a key's requests and edits"
+    )
+    ours.add_argument("--max-block-bytes", type=int, default=limits.block_bytes, help=f"bytes that {OF_DATA} holds")
+    ours.add_argument(
+        "--max-all-block-bytes", type=int, default=limits.all_block_bytes, help="bytes that all of those hold"
+    )
     return parser
+
+
+def limits_of(args: argparse.Namespace) -> ServerLimits:
+    return ServerLimits(
+        body=args.max_body_bytes,
+        runs=args.max_runs,
+        run_seconds=args.max_run_seconds,
+        uploads=args.max_upload_bytes,
+        block_bytes=args.max_block_bytes,
+        all_block_bytes=args.max_all_block_bytes,
+    )
 
 
 def check(args: argparse.Namespace, defaults: argparse.Namespace) -> Keys:

@@ -14,23 +14,82 @@ Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 Short = Annotated[str, msgspec.Meta(max_length=500)]
 Token = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 
+Setting = (
+    None
+    | bool
+    | int
+    | float
+    | str
+    | Annotated[list[int | float | str], msgspec.Meta(max_length=1 << 18)]
+    | Annotated[dict[int | str, int | float], msgspec.Meta(max_length=1 << 18)]
+)
+"""A value of a sampling parameter. Its type and its length are looked at before it is made."""
+Sampling = Annotated[dict[Short, Setting], msgspec.Meta(max_length=100)]
+Names = Annotated[list[Short], msgspec.Meta(max_length=10_000)]
+
 
 # -- from the client ---------------------------------------------------------------------------------------------------
 
 
 class Declared(msgspec.Struct, tag="declared", forbid_unknown_fields=True):
-    """A block as data. Values in it are as `wire.pack` gives them."""
+    """A block as data: a list of `operations.Statement`, whose values are as `wire.pack` gives them."""
 
-    statements: list[ops.Statement]
+    statements: msgspec.Raw
+
+
+Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class Python(msgspec.Struct, tag="python", forbid_unknown_fields=True):
     """A block of Python: its bytes are the first buffer, and its large constants the others, by their SHA-256."""
 
-    constants: list[Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]] = []
+    constants: Annotated[list[Digest], msgspec.Meta(max_length=10_000)] = []
 
 
-Code = Declared | Python
+class Value(msgspec.Struct, tag="value", forbid_unknown_fields=True):
+    """A plain value, as `wire.pack` gives it."""
+
+    value: msgspec.Raw
+
+
+class Module(msgspec.Struct, tag="reference", forbid_unknown_fields=True):
+    """The model, the tracer, or a module: what `__block_reference__` gives."""
+
+    reference: Annotated[list[Short], msgspec.Meta(min_length=1, max_length=8)]
+
+
+class Import(msgspec.Struct, tag="import", forbid_unknown_fields=True):
+    """A module, or `path` in it, that both sides have installed."""
+
+    module: Short
+    path: Short = ""
+
+
+Outer = Value | Module | Import
+
+
+class Source(msgspec.Struct, tag="source", forbid_unknown_fields=True):
+    """A block of Python as its text, with the values around it: see `capture.text.Written`.
+
+    `free` and `entries` have those of the names that have a value, in the order of `Written`.
+    """
+
+    text: str
+    filename: Annotated[str, msgspec.Meta(max_length=4096)]
+    first_line: ops.Line
+    """Of the text."""
+    lines: tuple[ops.Line, ops.Line]
+    parameters: Annotated[list[Short], msgspec.Meta(min_length=2, max_length=2)]
+    free: Annotated[dict[Short, Outer], msgspec.Meta(max_length=10_000)]
+    entries: Annotated[dict[Short, Outer], msgspec.Meta(max_length=10_000)]
+    function: Short
+    qualname: Short
+    class_name: Short | None = None
+    annotations: bool = False
+    module: Short = ""
+
+
+Code = Declared | Python | Source
 
 
 class RunRequest(msgspec.Struct, tag="run", forbid_unknown_fields=True):
@@ -38,12 +97,12 @@ class RunRequest(msgspec.Struct, tag="run", forbid_unknown_fields=True):
 
     id: Id
     prompt: str | list[Token]
-    sampling: dict[str, Any] = {}
-    edits: list[Short] | None = None
+    sampling: Sampling = {}
+    edits: Names | None = None
     priority: int = 0
     lora: Short | None = None
     cache_salt: Short | None = None
-    names: list[Short] = []
+    names: Names = []
     block: Code | None = None
 
 
@@ -60,12 +119,17 @@ Request = RunRequest | EditRequest
 requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 
 
-def open_values(statements: list[ops.Statement], buffers: wire.Buffers) -> None:
-    """Have the values of a block of data be what they are again; `WireError` for what are none."""
+_statements: msgspec.msgpack.Decoder[list[ops.Statement]] = msgspec.msgpack.Decoder(list[ops.Statement])
+
+
+def statements_of(code: Declared, buffers: wire.Buffers) -> list[ops.Statement]:
+    """The statements of a block of data, with their values; `WireError` for what are none."""
+    statements = buffers.open(code.statements, _statements)
     for node in ops.nodes(statements):
         if isinstance(node, ops.Value):
             node.value = buffers.unpack(node.value)
     buffers.finish()
+    return statements
 
 
 # -- from the server ---------------------------------------------------------------------------------------------------
@@ -152,6 +216,8 @@ class Description(msgspec.Struct):
     """The version of Python that its worker runs."""
     runs: int
     """How many runs of one key go at a time."""
+    uploads: int
+    """How many bytes its requests have together."""
 
 
 class EditInfo(msgspec.Struct):

@@ -30,9 +30,9 @@ class PlainRun(msgspec.Struct, forbid_unknown_fields=True):
     """A run. In its statements a list of numbers stands for a tensor of float32."""
 
     prompt: str | list[m.Token]
-    sampling: dict[str, Any] = {}
+    sampling: m.Sampling = {}
     statements: list[ops.Statement] = []
-    edits: list[m.Short] | None = None
+    edits: m.Names | None = None
 
 
 runs = msgspec.json.Decoder(PlainRun)

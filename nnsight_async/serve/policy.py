@@ -17,7 +17,10 @@ from nnsight_async.engine.sampling import settings
 from nnsight_async.runs.keywords import PLAIN
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import operations as ops
+from nnsight_async.serve.held import Room
 from nnsight_async.serve.program import PLACE, Program
+from nnsight_async.serve.source import block_of
+from nnsight_async.serve.uploads import Refused
 from nnsight_async.serve.wire import Bounds, Buffers, Received, WireError
 
 if TYPE_CHECKING:
@@ -47,6 +50,9 @@ class ServerLimits:
         beat: seconds after which a quiet stream says that it is alive.
         head_seconds: how long the head of a request may take to arrive.
         edits: edits of one key.
+        uploads: bytes of one key's requests that go, and of its edits.
+        block_bytes: bytes of tensors that a block of data may hold at a time.
+        all_block_bytes: bytes that all of those hold together.
     """
 
     body: int = 64 << 20
@@ -57,21 +63,18 @@ class ServerLimits:
     beat: float = 15.0
     head_seconds: float = 20.0
     edits: int = 64
+    uploads: int = 1 << 30
+    block_bytes: int = Room().own
+    all_block_bytes: int = Room().together
 
     @property
     def bounds(self) -> Bounds:
         """Those of a message from a client."""
         return Bounds(header=min(8 << 20, self.body), total=self.body, items=200_000, depth=32)
 
-
-class Refused(Exception):  # noqa: N818 -- becomes an answer
-    """A request is not taken: the status of the answer, and the error that the client is to raise."""
-
-    def __init__(self, status: int, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.message = message
+    @property
+    def room(self) -> Room:
+        return Room(self.block_bytes, self.all_block_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +86,13 @@ class Policy:
     loras: Mapping[str, Any]
     """vLLM's `LoRARequest`s by the names that the server was started with."""
     max_model_len: int
+    room: Room | None = None
+    """Of a block of data."""
 
     def block(self, code: m.Code, buffers: Buffers, names: list[str], key: Key) -> Block:
         """The block of a request. `Refused` for one of Python where that is not allowed: it is not even looked at."""
         if isinstance(code, m.Declared):
-            m.open_values(code.statements, buffers)
-            return self.block_of(code.statements, names)
+            return self.block_of(m.statements_of(code, buffers), names)
         if not self.allow_python:
             raise Refused(
                 403,
@@ -98,7 +102,7 @@ class Policy:
             )
         if not key.may("python"):
             raise Refused(403, "PermissionError", f"the key {key.name!r} has not the scope 'python'")
-        return _of_python(code, buffers, names)
+        return block_of(code, buffers, names, CODE) if isinstance(code, m.Source) else _of_python(code, buffers, names)
 
     def request(self, asked: m.RunRequest) -> Request:
         """What is asked of vLLM; raises as `settings` and `vllm_prompt` do."""
@@ -130,7 +134,7 @@ class Policy:
     def block_of(self, statements: list[ops.Statement], names: list[str]) -> Block:
         """A block of data; raises what `operations.check` does. The bytes that the worker loads are made here."""
         ops.check(statements, self.manifest)
-        pickled = dumps(Program(statements), frozenset())
+        pickled = dumps(Program(statements, self.room), frozenset())
         return Block(PYTHON + pickled.payload, tuple(names), PLACE, 0, "block", pickled.constants)
 
 

@@ -1,6 +1,7 @@
 """Runs a block that came as data, in the worker, as a block of Python runs.
 
-Every value it computes is at most `LARGEST` elements, and what would be more is refused before it is computed.
+Every value it computes is at most `LARGEST` elements, and what would be more is refused before it is computed. What it
+holds in all is counted (`held.py`).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from nnsight_async.serve.bounds import (
     fits,
     room,
 )
+from nnsight_async.serve.held import Held, Room, items_in
 from nnsight_async.tree.envoy import Envoy
 
 PLACE = "<block>"
@@ -56,20 +58,26 @@ class Program:
     `inplace` says that it may change a tensor after it has been saved (`interleave/foresight.py` asks for it).
     """
 
-    def __init__(self, statements: Sequence[ops.Statement]) -> None:
+    def __init__(self, statements: Sequence[ops.Statement], room: Room | None = None) -> None:
         self.statements = statements
+        self.room = room or Room()
         self.inplace = any(isinstance(node, ops.Change) for node in ops.nodes(list(statements)))
 
     def __call__(self, model: Any, tracer: Any) -> None:
-        _Running(model, tracer).run(self.statements)
+        held = Held(self.room)
+        try:
+            _Running(model, tracer, held).run(self.statements)
+        finally:
+            held.end()
 
 
 class _Running:
     """One run of a program."""
 
-    def __init__(self, model: Any, tracer: Any) -> None:
+    def __init__(self, model: Any, tracer: Any, held: Held) -> None:
         self._model = model
         self._tracer = tracer
+        self._held = held
         self._names: dict[str, Any] = {}
         self._envoys: dict[str, Envoy] = {}
 
@@ -81,6 +89,7 @@ class _Running:
     # -- statements ------------------------------------------------------------------------------------------------
 
     def _statement(self, statement: ops.Statement) -> None:
+        self._held.begin()
         match statement:
             case ops.Let():
                 self._names[statement.name] = self.value(statement.value)
@@ -116,16 +125,24 @@ class _Running:
                 after = self._changed(None if change.by == "=" else self.value(place), change)
                 self._write(place, after)
             case ops.Item():
-                whole, keys = self.value(place.of), self._keys(place)
-                check_index(whole, keys)
-                whole[keys] = self._changed(None if change.by == "=" else whole[keys], change)
+                self._put(self.value(place.of), self._keys(place), change)
+
+    def _put(self, whole: Any, keys: Any, change: ops.Change) -> None:
+        check_index(whole, keys)
+        value = self._changed(None if change.by == "=" else whole[keys], change)
+        if not isinstance(whole, torch.Tensor):
+            if isinstance(keys, slice):
+                raise TypeError("items of lists are replaced one by one in a block that is data")
+            check_parts([value], whole=whole)
+            self._held.add_items(1, self._names.values())
+        whole[keys] = value
 
     def _changed(self, before: Any, change: ops.Change) -> Any:
         value = self.value(change.value)
         if change.by == "=":
             return value
         check_operands(change.by, before, value)
-        return fits(IN_PLACE[change.by](before, value))
+        return self._held.add(fits(IN_PLACE[change.by](before, value)))
 
     def _write(self, place: ops.Read, value: Any) -> None:
         owner: Any = self._model if place.part in ("logits", "samples") else self._envoy(place.path)
@@ -142,31 +159,39 @@ class _Running:
                 if expression.name not in self._names:
                     raise NameError(f"name {expression.name!r} is not defined")
                 return self._names[expression.name]
-            case ops.Read():
-                return self._read(expression)
+            case ops.Display():
+                items = [self.value(item) for item in expression.items]
+                check_parts(items)
+                self._held.add_items(len(items), self._names.values())
+                return tuple(items) if expression.fixed else items
             case ops.Item():
-                whole, keys = self.value(expression.of), self._keys(expression)
-                check_index(whole, keys)
-                return whole[keys]
+                return self._item(self.value(expression.of), self._keys(expression))
+            case ops.Read():
+                return self._held.add(self._read(expression), read=True)
+            case ops.Step():
+                return self._tracer.step
+            case _:
+                return self._held.add(self._computed(expression))
+
+    def _item(self, whole: Any, keys: Any) -> Any:
+        check_index(whole, keys)
+        if isinstance(whole, torch.Tensor):
+            return self._held.add(whole[keys])
+        found = whole[keys]
+        if isinstance(keys, slice):
+            self._held.add_items(len(found), self._names.values())
+        return found
+
+    def _computed(self, expression: Any) -> Any:
+        match expression:
             case ops.Binary():
                 left, right = self.value(expression.left), self.value(expression.right)
                 check_operands(expression.sign, left, right)
                 return fits(SIGNS[expression.sign](left, right))
-            case _:
-                return self._composed(expression)
-
-    def _composed(self, expression: Any) -> Any:
-        match expression:
-            case ops.Display():
-                items = [self.value(item) for item in expression.items]
-                check_parts(items)
-                return tuple(items) if expression.fixed else items
             case ops.Attribute():
                 return getattr(as_tensor(self.value(expression.of)), expression.name)
             case ops.Negative():
                 return -as_number(self.value(expression.of))
-            case ops.Step():
-                return self._tracer.step
             case _:
                 return self._called(expression)
 
@@ -179,8 +204,12 @@ class _Running:
         if isinstance(keywords.get("dtype"), str):
             keywords["dtype"] = _dtype(keywords["dtype"])
         if isinstance(call, ops.Function):
-            return _function(call.name, arguments, keywords)
-        return _method(self.value(call.of), call.name, arguments, keywords)
+            result = _function(call.name, arguments, keywords)
+        else:
+            result = _method(self.value(call.of), call.name, arguments, keywords)
+        if made := _items_made(call, result):
+            self._held.add_items(made, self._names.values())
+        return result
 
     def _argument(self, argument: Any) -> Any:
         return self._envoy(argument.path) if isinstance(argument, ops.Module) else self.value(argument)
@@ -226,6 +255,14 @@ def _function(name: str, arguments: list[Any], keywords: dict[str, Any]) -> Any:
         "list": list,
     }  # fmt: skip
     return fits(plain[name](*arguments))
+
+
+def _items_made(call: ops.Function | ops.Method, result: Any) -> int:
+    if call.name == "append":
+        return 1
+    if not isinstance(result, list):
+        return 0
+    return len(cast("list[Any]", result)) if call.name == "list" else items_in([result])
 
 
 def _joined(name: str, arguments: list[Any], keywords: dict[str, Any]) -> torch.Tensor:

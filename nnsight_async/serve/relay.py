@@ -21,6 +21,7 @@ from nnsight_async.serve.program import PLACE
 
 if TYPE_CHECKING:
     from nnsight_async.capture.block import Block
+    from nnsight_async.runs.edit import Installed
     from nnsight_async.runs.frames import Frame
     from nnsight_async.runs.request import Request
 
@@ -41,13 +42,14 @@ class Relay(Run):
     """Joins tokens and values as any run does, to know when it has ended, and hands on all that it is fed.
 
     Lives on the engine's loop, and so does who reads it. `limit`: bytes that may wait for a client that is slow to
-    take them; beyond that the run fails.
+    take them; beyond that the run fails. `owns` says of which edits the client may hear what they print and warn of.
     """
 
-    def __init__(self, request: Request, block: Block | None, limit: int) -> None:
+    def __init__(self, request: Request, block: Block | None, limit: int, owns: Callable[[Installed], bool]) -> None:
         super().__init__(request, block)
         self.unpack = rebuilt
         self._limit = limit
+        self._owns = owns
         self._waiting: deque[Waiting] = deque()
         self._held = 0
         self._news = asyncio.Event()
@@ -72,6 +74,7 @@ class Relay(Run):
             return
         if frame.error is not None:
             frame.error = carried(frame.error, self._keeps(frame.part))
+        printed, warned = (frame.printed, frame.warned) if self._hears(frame.part) else ("", [])
         tensors: list[torch.Tensor] = []
         entries = [(name, operation, wire.pack(value, tensors)) for name, operation, value in frame.entries]
         self._put(
@@ -82,15 +85,17 @@ class Relay(Run):
                 stopped=frame.stopped,
                 ended=frame.ended,
                 error=frame.error,
-                printed=frame.printed,
-                warned=frame.warned,
+                printed=printed,
+                warned=warned,
                 size=frame.size,
                 part=frame.part,
                 number=frame.number,
             ),
             tensors,
         )
-        frame.printed, frame.warned = "", []  # which are the client's to show
+        frame.warned = []
+        if printed:
+            frame.printed = ""  # which is the client's to show; the others' is shown here
         super().feed_frame(frame)
 
     async def messages(self, beat: float) -> AsyncGenerator[bytes]:
@@ -125,6 +130,9 @@ class Relay(Run):
             return
         self._waiting.append(Waiting(message, tensors, size))
         self._news.set()
+
+    def _hears(self, part: int) -> bool:
+        return part >= len(self.edits) or self._owns(self.edits[part])
 
     def _keeps(self, part: int) -> Callable[[str], bool]:
         """Which places the client may be told of: those of its own text, and of an own block of Python every one."""

@@ -29,6 +29,7 @@ from nnsight_async.serve.params import Params
 from nnsight_async.serve.program import PLACE
 from nnsight_async.serve.refusals import refusal_of, start_of
 from nnsight_async.serve.remote_edits import RemoteEdits
+from nnsight_async.serve.turns import Turns
 from nnsight_async.tree.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Remote:
         self._client: httpx.AsyncClient | None = None
         self._description: asyncio.Task[m.Description] | None = None
         self._described: m.Description | None = None
-        self._turns: asyncio.Semaphore | None = None
+        self._turns: Turns | None = None
         self.edits = RemoteEdits(self)
         self._thread.start()
 
@@ -207,7 +208,7 @@ class Remote:
     async def _read(self, run: Run) -> None:
         try:
             body = await self._body(run)
-            async with await self._turn():
+            async with (await self._room()).turn(len(body)):
                 await self._asked(run, body)
         except httpx.HTTPError as error:
             run.fail(self._unreachable(error))
@@ -216,11 +217,10 @@ class Remote:
         except Exception as error:
             run.fail(error)
 
-    async def _turn(self) -> asyncio.Semaphore:
-        """What lets as many runs go at a time as the server takes of one client; the others wait here."""
+    async def _room(self) -> Turns:
         if self._turns is None:
             described = await self.describe()
-            self._turns = self._turns or asyncio.Semaphore(described.runs)
+            self._turns = self._turns or Turns(described.runs, described.uploads)
         return self._turns
 
     async def _asked(self, run: Run, body: bytes) -> None:

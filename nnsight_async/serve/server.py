@@ -120,14 +120,15 @@ class Server:
             self._allow_python,
             frontend.adapters(app),
             self._engine.llm.model_config.max_model_len,
+            self._limits.room,
         )
         self.service = Service(self.model, self._engine, policy, self._limits)
         app.include_router(router(self.service))
         app.include_router(page())
         names = LOOPBACK if self._host in LOOPBACK else None
-        return uvicorn.Server(
+        server = uvicorn.Server(
             uvicorn.Config(
-                Gate(app, self.keys, names, self._limits.body),
+                Gate(app, self.keys, names, self.service.uploads, self._limits.body),
                 log_level="warning",
                 http=patient(self._limits.head_seconds),
                 ws="none",
@@ -138,6 +139,8 @@ class Server:
                 **self._tls,
             )
         )
+        app.state.server = server  # which vLLM's routes end when its engine has ended
+        return server
 
 
 def engine_of(model: VLLM) -> Engine:

@@ -18,6 +18,7 @@ import msgspec
 import torch
 
 from nnsight_async.errors import SaveError
+from nnsight_async.serve.extent import extent
 
 VERSION = 1
 CONTENT_TYPE = "application/vnd.nnsight"
@@ -93,7 +94,7 @@ def decode(data: Buffer, decoder: msgspec.msgpack.Decoder[T], bounds: Bounds) ->
     envelope = _opened(view[HEAD.size : end])
     if end + sum(envelope.sizes) != len(view):
         raise WireError("a message whose parts are not what its head says")
-    return Received(_body(envelope, decoder), Buffers(envelope.sizes, view[end:], bounds))
+    return Received(_decoded(envelope.body, decoder), Buffers(envelope.sizes, view[end:], bounds))
 
 
 def header_length(data: memoryview, bounds: Bounds) -> int:
@@ -148,9 +149,9 @@ def _opened(data: Buffer) -> _Envelope:
         raise WireError(f"a malformed message: {error}") from None
 
 
-def _body(envelope: _Envelope, decoder: msgspec.msgpack.Decoder[T]) -> T:
+def _decoded(data: msgspec.Raw, decoder: msgspec.msgpack.Decoder[T]) -> T:
     try:
-        return decoder.decode(envelope.body)
+        return decoder.decode(data)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise WireError(f"a malformed message: {error}") from None
     except TypeError as error:  # a key that cannot be hashed
@@ -206,6 +207,12 @@ class Buffers:
             raise WireError("a malformed message: it has fewer buffers than it names")
         self._next += 1
         return self._parts[self._next - 1]
+
+    def open(self, part: msgspec.Raw, decoder: msgspec.msgpack.Decoder[T]) -> T:
+        """A part of the body that has been left as it came, because it may hold values of any kind."""
+        if extent(memoryview(part), self._bounds.items) > self._bounds.items:
+            raise WireError(f"a malformed message: a part of it holds more than {self._bounds.items:,} values")
+        return _decoded(part, decoder)
 
     def unpack(self, packed: Any, depth: int = 0) -> Any:
         """What `pack` was given; tensors have memory of their own."""

@@ -185,6 +185,47 @@ async def test_an_edit_is_ended_by_its_maker_or_an_admin(guarded_server, http, l
         model.close()
 
 
+async def test_edits_of_a_key_have_so_many_bytes(http, guarded_server):
+    """They stay after the request that has brought them."""
+    tensor = torch.zeros(230_000)
+    let = {"kind": "let", "name": "x", "value": value([wire.TENSOR, 0, "float32", [230_000]])}
+
+    async def installed(number: int) -> httpx.Response:
+        edit = {"type": "edit", "id": f"{number:032x}", "name": str(number)}
+        asked = {**edit, "block": {"type": "declared", "statements": [let]}}
+        return await sent(http, wire.encode(asked, [tensor]), "ann", "/nnsight/v1/edits")
+
+    assert (await installed(0xED1)).status_code == 200
+    refused = await installed(0xED2)
+    assert refused.status_code == 429
+    assert "2,621,440 bytes together" in reason(refused)
+    assert guarded_server.service.uploads.held("ann") > tensor.nbytes
+    await http.delete("/nnsight/v1/edits", headers=bearer("ann"))
+    assert guarded_server.service.uploads.held("ann") == 0
+    assert (await installed(0xED3)).status_code == 200
+    await http.delete("/nnsight/v1/edits", headers=bearer("ann"))
+
+
+async def test_what_an_edit_says_is_its_makers_to_hear(guarded_server, http, llama, capfd):
+    def tells(model, tracer):
+        import warnings
+
+        print("a secret of ben's")
+        warnings.warn("another of ben's", stacklevel=1)
+        seen = model.samples[0, 0].save()
+
+    async with VLLM(llama, mode="async", serve=guarded_server.url, api_key=key("ben")) as model:
+        edit = await model.edit(tells, name="tells")
+        heard = {}
+        for name in ("ann", "ben", "root"):
+            answer = await sent(http, a_run(), name)
+            frames = [message for message in await said(answer) if isinstance(message, m.Saved)]
+            assert any(entry[0] == "seen" for frame in frames for entry in frame.entries)
+            heard[name] = b"of ben's" in answer.content
+        assert heard == {"ann": False, "ben": True, "root": False}
+        await edit.clear()
+
+
 @pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "https://evil.example"}, {"origin": "null"}])
 async def test_pages_of_others_reach_no_server_without_keys(open_server, headers):
     async with httpx.AsyncClient(base_url=open_server.url) as http:
@@ -241,6 +282,10 @@ async def test_too_much_is_refused_before_it_is_read(http):
     assert "max" in reason(answer)
 
 
+OF_LISTS = {"type": "declared", "statements": [{"kind": "let", "name": "x", "value": {"kind": "value", "value": [[]]}}]}
+OF_LISTS["statements"][0]["value"]["value"] *= 500_000
+
+
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
@@ -259,6 +304,18 @@ async def test_too_much_is_refused_before_it_is_read(http):
         (wire.encode({**a_run(), "block": {"type": "declared", "statements": [{"kind": "exec"}]}}), "malformed"),
         (wire.encode({**a_run(), "block": {"type": "declared", "statements": [1]}}), "malformed"),
         (wire.encode(a_run(), [torch.zeros(3)]), "more buffers"),
+        (wire.encode(a_run(sampling={"stop": [[]] * 500_000})), "malformed"),
+        (wire.encode(a_run(sampling={"stop": [""] * 300_000})), "length <= 262144"),
+        (wire.encode(a_run(sampling={f"{number}": 1 for number in range(101)})), "length <= 100"),
+        (wire.encode(a_run(sampling={"seed": {"a": []}})), "malformed"),
+        (wire.encode(a_run(names=[""] * 10_001)), "length <= 10000"),
+        (wire.encode(a_run(edits=[""] * 10_001)), "length <= 10000"),
+        (wire.encode(a_run(block=OF_LISTS)), "more than 200,000 values"),
+        (
+            wire.encode(a_run(block={"type": "declared", "statements": msgspec.Raw(b"\xdd\xff\xff\xff\xff")})),
+            "malformed",
+        ),
+        (wire.encode(a_run(sampling={"stop": msgspec.Raw(b"\xdd\xff\xff\xff\xff")})), "malformed"),
     ],
 )
 async def test_malformed_requests_are_answered_with_a_reason(http, asked, why):
@@ -349,6 +406,7 @@ JOINED = {
 }
 
 
+MORE = {"kind": "let", "value": {"kind": "binary", "sign": "+", "left": X, "right": value(1)}}
 LONG = {"kind": "method", "name": "long", "of": {"kind": "method", "name": "abs", "of": X}}
 
 
@@ -362,6 +420,7 @@ STAYS_SMALL = {
     "chosen": "elements; a block",
     "embedded": "elements; a block",
     "listed": "goes through at most",
+    "held": "may hold 268,435,456 at a time",
 }
 
 
@@ -394,6 +453,7 @@ STAYS_SMALL = {
                     statement({"kind": "apply", "path": "model.embed_tokens", "arguments": [LONG]}),
                 ],
                 [FIRST, FLAT, *[JOINED] * 3, statement({"kind": "function", "name": "list", "arguments": [X]})],
+                [FIRST, FLAT, *[JOINED] * 3, *[{**MORE, "name": f"y{number}"} for number in range(4)]],
             ],
             STAYS_SMALL.values(),
             strict=True,
@@ -552,7 +612,7 @@ async def test_a_client_unpickles_nothing_whatever_a_server_says(llama, tmp_path
         (b"", ServerError),
     ]
     manifest = Manifest("x", "0", {"": ModuleInfo("", "Model", "Model")})
-    Answers.description = msgspec.msgpack.encode(m.Description(llama, manifest.encode(), True, (3, 11), 4))
+    Answers.description = msgspec.msgpack.encode(m.Description(llama, manifest.encode(), True, (3, 11), 4, 1 << 20))
     server = await asyncio.get_running_loop().create_server(Answers, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     for answer, expected in answers:

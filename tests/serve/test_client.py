@@ -16,6 +16,7 @@ from nnsight_async import NNsightError
 from nnsight_async.runs.keywords import OTHERS, PLAIN
 from nnsight_async.serve import access
 from nnsight_async.serve.params import request_of
+from nnsight_async.serve.uploads import Uploads
 
 WITHOUT_VLLM = """
 import sys
@@ -143,7 +144,7 @@ async def test_without_keys_pages_of_others_are_kept_out(names: Any, headers: di
 
     raw = [(name.encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "path": "/nnsight/v1/runs", "headers": raw}
-    await access.Gate(behind, access.Keys([]), names)(scope, receive, send)
+    await access.Gate(behind, access.Keys([]), names, Uploads(1000))(scope, receive, send)
     assert answered == [status]
 
 
@@ -232,3 +233,12 @@ def test_limits_that_are_not_given_are_those_of_the_docs(parsed: Any) -> None:
     args, _, _ = parsed("MODEL")
     assert (args.max_runs, args.max_run_seconds) == (256, 3600)
     assert (args.max_body_bytes, args.max_save_bytes) == (64 << 20, 256 << 20)
+    assert (args.max_upload_bytes, args.max_block_bytes, args.max_all_block_bytes) == (1 << 30, 1 << 30, 4 << 30)
+
+
+def test_limits_that_are_given_are_the_servers(parsed: Any) -> None:
+    from nnsight_async.serve.cli import limits_of
+
+    args, _, _ = parsed("MODEL", "--max-upload-bytes", "5", "--max-block-bytes", "6", "--max-all-block-bytes", "7")
+    limits = limits_of(args)
+    assert (limits.uploads, *limits.room) == (5, 6, 7)

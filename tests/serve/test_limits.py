@@ -17,9 +17,11 @@ import uvicorn
 from nnsight_async.serve import plain
 from nnsight_async.serve.access import Gate, single
 from nnsight_async.serve.server import LONGEST_HEAD, patient
+from nnsight_async.serve.uploads import Refused, Uploads
 
 KEY = "a key of some length"
 MOST = 100_000
+UPLOADS = 250_000
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -27,7 +29,12 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     """Reads a body, where the path is not /health, and answers with how long it was."""
     length, more = 0, scope["path"] != "/health"
     while more:
-        message = await receive()
+        try:
+            message = await receive()
+        except Refused as error:
+            await send({"type": "http.response.start", "status": error.status, "headers": []})
+            await send({"type": "http.response.body", "body": str(error).encode()})
+            return
         if message["type"] == "http.disconnect":
             await send({"type": "http.response.start", "status": 400, "headers": []})
             await send({"type": "http.response.body", "body": b"gone"})
@@ -39,9 +46,14 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+def uploads() -> Uploads:
+    return Uploads(UPLOADS)
+
+
+@pytest.fixture(scope="module")
+def port(uploads: Uploads) -> Iterator[int]:
     listening = socket.create_server(("127.0.0.1", 0))
-    gate = Gate(app, single(KEY), None, MOST)
+    gate = Gate(app, single(KEY), None, uploads, MOST)
     server = uvicorn.Server(uvicorn.Config(gate, log_level="error", lifespan="off", http=patient(1.0)))
     thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[listening]),))
     thread.start()
@@ -113,6 +125,43 @@ async def test_bodies_of_other_routes_have_a_length(port: int) -> None:
         ).text == "40000"  # whose framing is longer than a head
         assert (await http.post(path, content=b"x" * (MOST + 1))).status_code == 413
         assert (await http.post(path, content=parts(MOST // 1000 + 1, b"x" * 1000))).text == "gone"
+
+
+async def sending(port: int, path: str, parts: Any, released: asyncio.Event) -> httpx.Response:
+    """A request whose body is `parts`, and then, when it may, one byte more."""
+
+    async def body() -> AsyncIterator[bytes]:
+        for part in parts:
+            yield part
+        await released.wait()
+        yield b"x"
+
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+        return await http.post(path, content=body(), headers={"authorization": f"Bearer {KEY}"})
+
+
+async def test_a_key_has_so_many_bytes_on_their_way(port: int, uploads: Uploads) -> None:
+    """Whether they are announced or come in pieces, and whatever the route; they are free again with the answer."""
+    released = asyncio.Event()
+    going = [asyncio.ensure_future(sending(port, "/v1/completions", [b"x" * 90_000], released)) for _ in range(2)]
+    async with asyncio.timeout(10):
+        while uploads.held("key") < 180_000:  # noqa: ASYNC110 -- of another thread
+            await asyncio.sleep(0.01)
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30) as http:
+        for path in ("/v1/completions", "/nnsight/v1/runs"):
+            answer = await http.post(path, content=b"x" * 80_000)
+            assert answer.status_code == 429
+            assert "more than 250,000 bytes together" in answer.json()["error"]["message"]
+        assert (await http.post("/v1/completions", content=b"x" * 60_000)).text == "60000"
+        at_once = asyncio.Event()
+        at_once.set()
+        refused = await sending(port, "/nnsight/v1/runs", [b"x" * 80_000], at_once)
+        assert (refused.status_code, refused.text[:20]) == (429, "the requests and edi")
+        released.set()
+        assert [answer.text for answer in await asyncio.gather(*going)] == ["90001", "90001"]
+        assert (await http.post("/v1/completions", content=b"x" * 80_000)).text == "80000"
+    assert uploads.held("key") == 0
 
 
 @pytest.mark.parametrize(

@@ -170,3 +170,29 @@ async def test_the_example(vllm_model, hf, monkeypatch):
 
 def hidden_of(hf: Any, ids: list[int]) -> torch.Tensor:
     return generation(hf, ids, 1).streams[2][len(ids) - 1]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"vllm_xargs": {"edits": 5}},
+        {"vllm_xargs": {"edits": ["no-such"]}},
+        {"top_k": 1 << 64},
+        {"top_k": 1 << 70},
+        {"stop": "\ud83d"},
+        {"stop_token_ids": [1 << 40], "min_tokens": 1},
+        {"logit_bias": {"-3": 1.0}},
+        {"allowed_token_ids": [-1]},
+        {"prompt": [-1]},
+        {"prompt": [1 << 40]},
+    ],
+    ids=lambda wrong: "-".join(wrong),
+)
+async def test_what_the_engine_could_not_take_is_the_mistake_of_its_request(guarded_server, vllm_model, llama, wrong):
+    body = json.dumps({"model": llama, "prompt": PROMPT, "max_tokens": 2, **wrong})
+    headers = {"authorization": f"Bearer {key('eve')}", "content-type": "application/json"}
+    async with httpx.AsyncClient(base_url=guarded_server.url, headers=headers) as http:
+        answer = await http.post("/v1/completions", content=body)
+    assert answer.status_code == 400, answer.text
+    (output,) = await vllm_model.generate([PROMPT], max_tokens=1)
+    assert output.finished

@@ -22,7 +22,7 @@ from nnsight_async.serve.outputs import Completion, Output
 from nnsight_async.serve.policy import Policy, ServerLimits
 from tests.serve.test_program import MANIFEST
 
-LIMITS = ServerLimits(runs=3, beat=0.05, waiting=1 << 22, run_seconds=5.0)
+LIMITS = ServerLimits(runs=3, beat=0.05, waiting=1 << 22, run_seconds=5.0, uploads=2_000_000)
 
 
 class Counting:
@@ -70,9 +70,11 @@ def url(engine: Counting) -> Iterator[str]:
     no_edits = SimpleNamespace(edits=SimpleNamespace(installed=()))
     policy = Policy(MANIFEST, allow_python=False, loras={}, max_model_len=1000)
     app = FastAPI()
-    app.include_router(router(Service(engine, no_edits, policy, LIMITS)))  # type: ignore[arg-type]
+    service = Service(engine, no_edits, policy, LIMITS)  # type: ignore[arg-type]
+    app.include_router(router(service))
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(Gate(app, Keys([]), LOOPBACK), log_level="error", lifespan="off"))
+    gate = Gate(app, Keys([]), LOOPBACK, service.uploads)
+    server = uvicorn.Server(uvicorn.Config(gate, log_level="error", lifespan="off"))
     thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[listening]),))
     thread.start()
     yield f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -123,6 +125,32 @@ async def test_what_another_client_leaves_no_room_for_is_refused(model: Any, eng
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+    await until(lambda: not engine.going)
+
+
+async def test_a_client_waits_until_there_is_room_for_what_it_sends(model: Any, engine: Counting, url: str) -> None:
+    engine.pause = 0.01
+    table = torch.arange(200_000.0)
+
+    async def one() -> None:
+        async with model.trace("x", max_tokens=20):
+            h = (model.layers[0].output * table[0]).save()
+        await h
+
+    await asyncio.gather(*(one() for _ in range(6)))
+    assert engine.most == 2  # of 800,000 bytes each
+    engine.pause = 1.0
+    waiting = [asyncio.ensure_future(one()) for _ in range(2)]
+    await until(lambda: len(engine.going) == 2)
+    async with VLLM("toy", mode="async", serve=url) as another:
+        async with another.trace("x", max_tokens=1):
+            h = (another.layers[0].output * table[0]).save()
+        with pytest.raises(ServerError, match="2,000,000 bytes together") as raised:
+            await h
+    assert raised.value.status == 429
+    for task in waiting:
+        task.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
     await until(lambda: not engine.going)
 
 

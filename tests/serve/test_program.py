@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +12,12 @@ import torch
 
 from nnsight_async import CaptureError, ShippingError
 from nnsight_async.interleave.tracer import Tracer
+from nnsight_async.serve import held, wire
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import operations as ops
-from nnsight_async.serve import wire
 from nnsight_async.serve.block import of_probe
 from nnsight_async.serve.bounds import LARGEST, LONGEST
+from nnsight_async.serve.held import Room
 from nnsight_async.serve.program import Program
 from nnsight_async.tree.envoy import Envoy
 from nnsight_async.tree.manifest import Manifest, ModuleInfo, ParameterInfo
@@ -54,9 +56,9 @@ def of_data(probe: Callable[[Any, Any], object]) -> Program:
     received = m.take(sent, wire.Bounds())
     assert isinstance(received.body, m.RunRequest)
     assert isinstance(received.body.block, m.Declared)
-    m.open_values(received.body.block.statements, received.buffers)
-    ops.check(received.body.block.statements, MANIFEST)
-    return Program(received.body.block.statements)
+    statements = m.statements_of(received.body.block, received.buffers)
+    ops.check(statements, MANIFEST)
+    return Program(statements)
 
 
 def ran(program: Callable[[Any, Any], object]) -> tuple[list[Any], torch.Tensor]:
@@ -434,6 +436,14 @@ TOO_MUCH = {
         [let(ops.Display([])), ops.Let("y", ops.Display([X])), ops.Do(method("append", variable("y")))],
         "in one another",
     ),
+    "in its place": (
+        [let(ops.Value([0])), ops.Change(ops.Item(X, [ops.Value(0)]), "=", ops.Display([X]))],
+        "in one another",
+    ),
+    "in place of nothing": (
+        [let(ops.Value([0])), *[ops.Change(ops.Item(X, [ops.Slice(ops.Value(0), ops.Value(0))]), "=", X)] * 30],
+        "replaced one by one",
+    ),
     "text": ([let(ops.Value("x")), let(ops.Binary("*", X, ops.Value(1 << 30)))], "not str"),
     "lists": ([let(ops.Display([])), let(ops.Binary("==", X, X))], "not list"),
     "methods of text": ([let(ops.Value("x")), let(method("size"))], "for tensors"),
@@ -446,6 +456,108 @@ def test_what_would_take_too_much_is_not_begun(statements: Any, why: str) -> Non
     ops.check(statements, MANIFEST)
     with pytest.raises((ValueError, TypeError, OverflowError, NameError, IndexError), match=why):
         ran(Program(statements))
+
+
+MEBIBYTE = torch.zeros(1 << 18)
+ROOM = Room(own=4 << 20, together=1 << 30)
+
+
+def plus(number: int) -> ops.Binary:
+    return ops.Binary("+", X, ops.Value(number))
+
+
+def steps(*body: Any) -> ops.Steps:
+    return ops.Steps(list(body))
+
+
+KEPT = {
+    "in variables": [ops.Let(f"y{number}", plus(number)) for number in range(5)],
+    "in a list": [ops.Let("y", ops.Display([plus(number) for number in range(5)]))],
+    "in a list over time": [ops.Let("y", ops.Display([])), *[ops.Do(method("append", plus(1), of=variable("y")))] * 5],
+    "in places of a list": [
+        ops.Let("y", ops.Value([0] * 5)),
+        *[ops.Change(ops.Item(variable("y"), [ops.Value(at)]), "=", plus(1)) for at in range(5)],
+    ],
+    "in what is computed with": [ops.Let("y", ops.Function("cat", [ops.Display([plus(1)] * 5)]))],
+    "as operands": [
+        ops.Let("y", functools.reduce(lambda so_far, _: ops.Binary("+", plus(1), so_far), range(5), X)),
+    ],
+    "in one large value": [ops.Let("y", ops.Function("cat", [ops.Display([X] * 5)]))],
+    "in part of what was read": [
+        ops.Let(f"y{number}", ops.Item(plus(number), [ops.Slice(None, ops.Value(1))])) for number in range(5)
+    ],
+}
+LET_GO = {
+    "by a variable that is set again": [ops.Let("y", plus(number)) for number in range(20)],
+    "after each statement": [ops.Do(plus(number)) for number in range(20)],
+    "when a list is": [
+        *[ops.Let("y", ops.Display([plus(number) for number in range(3)])), ops.Let("y", ops.Value(0))] * 5
+    ],
+    "though there are many views": [
+        ops.Let("y", plus(1)),
+        ops.Let("z", ops.Function("list", [ops.Item(variable("y"), [ops.Slice(None, ops.Value(100))])])),
+        *[ops.Let(f"v{number}", method("flatten", of=variable("y"))) for number in range(20)],
+    ],
+    "though one value has many names": [ops.Let("y", plus(1)), *[ops.Let(f"v{n}", variable("y")) for n in range(20)]],
+    "when it changes in place": [ops.Let("y", plus(1)), *[ops.Change(variable("y"), "+", ops.Value(1))] * 20],
+    "though it came with the block": [ops.Let(f"y{number}", ops.Value(MEBIBYTE)) for number in range(20)],
+}
+
+
+@pytest.mark.parametrize("statements", KEPT.values(), ids=KEPT)
+def test_what_a_block_holds_in_all_is_bounded(statements: list[ops.Statement]) -> None:
+    with pytest.raises(MemoryError, match=r"may hold 4,194,304 at a time"):
+        ran(Program([let(ops.Value(MEBIBYTE)), *statements], ROOM))
+    ran(Program([let(ops.Value(MEBIBYTE)), *statements], Room(own=10 << 20)))
+
+
+@pytest.mark.parametrize("statements", LET_GO.values(), ids=LET_GO)
+def test_what_a_block_lets_go_is_not_held_against_it(statements: list[ops.Statement]) -> None:
+    ran(Program([let(ops.Value(MEBIBYTE)), *statements], ROOM))
+
+
+def test_what_is_read_counts_as_well_in_every_step() -> None:
+    read = ops.Read("output", "layers.0")
+    row = ops.Item(read, [ops.Slice(ops.Value(-1))])
+    kept = [ops.Let("y", ops.Display([])), steps(ops.Do(method("append", row, of=variable("y"))))]
+    size = 4 * WIDTH
+    ran(Program(kept, Room(own=(3 + STEPS - 1) * size)))
+    with pytest.raises(MemoryError):
+        ran(Program(kept, Room(own=(3 + STEPS - 1) * size - 1)))
+    ran(Program([steps(ops.Let("y", row))], Room(own=4 * size)))
+
+
+def test_blocks_hold_so_much_together() -> None:
+    def holding(number: int) -> tuple[Bench, Any]:
+        bench = Bench()
+        two = ops.Function("cat", [ops.Display([ops.Value(MEBIBYTE)] * 2)])
+        program = Program([steps(let(two))], Room(own=8 << 20, together=number << 20))
+        run = bench.add(1, lambda _m, _t: program(MODEL, Tracer(run)), 3)
+        bench.step({1: torch.zeros(3, WIDTH)})
+        return bench, run
+
+    going = [holding(5), holding(5)]
+    assert [run.error for _, run in going] == [None, None]
+    _, third = holding(5)
+    assert isinstance(third.error, MemoryError)
+    assert "5,242,880 bytes of tensors together" in str(third.error)
+    for _, run in going:
+        run.kill()
+    assert holding(5)[1].error is None
+
+
+LISTED = method("tolist", of=ops.Value(torch.zeros(10, 10)))  # 110 items
+KEEP = ops.Do(method("append", LISTED, of=variable("y")))
+
+
+def test_lists_have_so_many_items_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held, "MOST_ITEMS", 1000)
+    begin = ops.Let("y", ops.Display([]))
+    ran(Program([begin, *[KEEP] * 9]))
+    ran(Program([ops.Let("y", LISTED)] * 100))  # which are let go
+    for statements in ([begin, *[KEEP] * 20], [ops.Let("y", ops.Display([LISTED] * 10))]):
+        with pytest.raises(MemoryError, match="lists of more than 1,000 items"):
+            ran(Program(statements))
 
 
 CUBE = torch.arange(24.0).reshape(2, 3, 4)

@@ -18,13 +18,14 @@ from hypothesis import strategies as st
 
 from nnsight_async import SaveError
 from nnsight_async.serve import wire
+from nnsight_async.serve.extent import extent
 from nnsight_async.serve.wire import DTYPES, HEAD, MAGIC, VERSION, Bounds, WireError
 
 ANYTHING = msgspec.msgpack.Decoder(Any)
 WIDE = Bounds()
 SMALL = Bounds(header=1 << 16, total=1 << 20, items=1000, depth=8)
 FUZZED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-LONG = settings(max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck))
+LONG = settings(max_examples=30_000, deadline=None, suppress_health_check=list(HealthCheck))
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4)
 TENSORS = st.builds(
@@ -172,6 +173,47 @@ def test_a_bool_is_one_whatever_its_byte() -> None:
     found = received(envelope([3, 0, "bool", [3]], b"\x00\x01\x7f"))
     assert found.tolist() == [False, True, True]
     assert (found & True).sum().item() == 2
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, list):
+        return 1 + sum(map(_count, value))
+    return 1 + sum(map(_count, [*value, *value.values()])) if isinstance(value, dict) else 1
+
+
+@FUZZED
+@given(st.deferred(lambda: JSONLIKE), st.integers(0, 40))
+def test_values_are_counted_before_they_are_made(value: Any, most: int) -> None:
+    data = memoryview(msgspec.msgpack.encode(value))
+    assert extent(data, 1 << 20) == _count(value)
+    assert extent(data, most) == min(_count(value), most + 1)
+
+
+@pytest.mark.parametrize("size", [0, 31, 32, 255, 256, 65535, 65536])
+def test_long_values_are_one_each(size: int) -> None:
+    for value in (
+        "x" * size,
+        b"x" * size,
+        [None] * size,
+        dict.fromkeys(range(size)),
+        msgspec.msgpack.Ext(7, b"x" * size),
+    ):
+        counted = (
+            1
+            if isinstance(value, (str, bytes, msgspec.msgpack.Ext))
+            else 1 + len(value) * (1 + isinstance(value, dict))
+        )
+        assert extent(memoryview(msgspec.msgpack.encode(["a", value, "b"])), 1 << 20) == 3 + counted
+    for number in (0, -1, 127, 128, -32, -33, 1 << 15, 1 << 31, 1 << 63, -(1 << 63), 1.5, True, None):
+        assert extent(memoryview(msgspec.msgpack.encode([number, number])), 1 << 20) == 3
+
+
+def test_a_part_that_holds_too_many_values_is_not_decoded() -> None:
+    buffers = wire.Buffers([], memoryview(b""), SMALL)
+    few, many = msgspec.Raw(msgspec.msgpack.encode([[]] * 999)), msgspec.Raw(msgspec.msgpack.encode([[]] * 1000))
+    assert buffers.open(few, ANYTHING) == [[]] * 999
+    with pytest.raises(WireError, match="more than 1,000 values"):
+        buffers.open(many, ANYTHING)
 
 
 def _taken(data: bytes) -> None:
