@@ -100,6 +100,8 @@ class BlockRun:
         """Whether the block uses `.source`, or what it took of one above."""
         self.takes_gradients = False
         """Whether the block takes gradients, as far as its text tells."""
+        self.gives_out = False
+        """Whether the block may change tensors by their memory, where changes are not counted."""
         self._looked_ahead = False
         self._grad_mode: bool | None = None
         """The block's own, while it waits."""
@@ -141,7 +143,8 @@ class BlockRun:
             foresight = foresee(self.program)
             self.looks_inside = self.looks_inside or foresight.source
             self.takes_gradients = foresight.gradients
-            self.saves.at_once = foresight.changes
+            self.saves.at_once = foresight.changes or foresight.memory
+            self.gives_out = foresight.memory
 
     def begin(self) -> None:
         """A forward pass with new rows of this run begins."""

@@ -30,6 +30,7 @@ OPAQUE = object()
 """In place of what cannot be looked into, or is too much."""
 OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 MEMORY = ("numpy", "asarray", "__array__", "data_ptr", "untyped_storage", "dlpack", "from_dlpack")
+GIVE_OUT = frozenset({"data", "storage", "frombuffer", "__dlpack__", *MEMORY})
 WRITERS = frozenset({"setitem", "ops", *MEMORY, *(f"i{name}" for name in OPERATORS)})
 """Names of functions that write, or that give out the memory: `operator.iadd`, `torch.ops`, NumPy's views."""
 
@@ -39,34 +40,36 @@ class Foresight(NamedTuple):
 
     `source`: it has an attribute or a string `source`. `changes`: it may change a tensor in place (a subscript that is
     assigned, `+=` and the like, a method whose name ends in `_`, `out=`, a module that works in place), or uses too
-    much to tell. `gradients`: it names what takes them (`backward`, `grad`, `torch.autograd`).
+    much to tell. `gradients`: it names what takes them (`backward`, `grad`, `torch.autograd`). `memory`: it names what
+    gives out the memory of a tensor, where changes are not counted (`.data`, NumPy's views, DLPack).
     """
 
     source: bool = False
     changes: bool = False
     gradients: bool = False
+    memory: bool = False
 
 
 def foresee(program: object) -> Foresight:
     """What the code of `program` says, and that of all that it can come to by names, attributes and containers."""
     seen: dict[int, object] = {}
     waiting = [program]
-    source = changes = gradients = False
-    while waiting and not (source and changes and gradients):
+    source = changes = gradients = memory = False
+    while waiting and not (source and changes and gradients and memory):
         value = waiting.pop()
         if isinstance(value, PLAIN) or id(value) in seen:
             continue
         if len(seen) == MOST_VALUES:
-            return Foresight(source, changes=True, gradients=gradients)
+            return Foresight(source, changes=True, gradients=gradients, memory=True)
         seen[id(value)] = value
         if isinstance(value, FunctionType) and not _is_foreign(value):
             told = _told(value.__code__)
             source, changes = source or told.source, changes or told.changes
-            gradients = gradients or told.gradients
+            gradients, memory = gradients or told.gradients, memory or told.memory
         elif value is OPAQUE or _is_writer(value):
             changes = True
         waiting += _within(value)
-    return Foresight(source, changes, gradients)
+    return Foresight(source, changes, gradients, memory)
 
 
 @functools.lru_cache(maxsize=512)
@@ -76,6 +79,7 @@ def _told(code: CodeType) -> Foresight:
         NAME in code.co_names or NAME in code.co_consts or any(each.source for each in inner),
         _changes(code) or any(each.changes for each in inner),
         _takes_gradients(code) or any(each.gradients for each in inner),
+        not GIVE_OUT.isdisjoint(code.co_names) or any(each.memory for each in inner),
     )
 
 

@@ -236,7 +236,7 @@ class Interleaver:
         """The events at which the modules (or their paths; None: all that are called) return, or are entered too."""
         chosen = self.order.called() if modules is None else [self._path(module) for module in modules]
         kinds: tuple[Kind, ...] = ("inputs", "output") if include_inputs else ("output",)
-        events = [self.event(Location(path, kind)) for path in chosen for kind in kinds]
+        events = list(dict.fromkeys(self.event(Location(path, kind)) for path in chosen for kind in kinds))
         if self.taps is None:
             return events
         if modules is None:
@@ -292,7 +292,7 @@ class Interleaver:
             run.clock = passed
         if event.operation:
             run.place = event
-        visit = run.visit = Visit(event, slab, span)
+        visit = run.visit = Visit(event, slab, span, run.gives_out)
         run.resume()
         self._commit(run, visit)
         self.waiting.enlist(run)

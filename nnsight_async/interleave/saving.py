@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
@@ -35,6 +36,8 @@ class _Tracked:
     container: list[Any] | dict[Any, Any]
     sent: list[Any]
     nests: bool = False
+    whole: tuple[Any, ...] | None = None
+    """The tuple, where one was saved that holds lists or dicts."""
 
 
 @dataclass(slots=True)
@@ -99,6 +102,10 @@ class Saves:
         if isinstance(value, Cache):
             self._tracked[name] = _Tracked(value, [value.counts()])
             return Entry(name, "set", value.since({}))
+        if isinstance(value, tuple) and _nests([value]):
+            parts = list(cast("tuple[Any, ...]", value))
+            self._tracked[name] = _Tracked(parts, list(parts), nests=True, whole=value)
+            return Entry(name, "set", value)
         if isinstance(value, (list, dict)):
             container = cast("list[Any] | dict[Any, Any]", value)
             parts = _parts(container)
@@ -126,8 +133,12 @@ def _parts(container: list[Any] | dict[Any, Any]) -> list[Any]:
     return container if isinstance(container, list) else list(chain.from_iterable(container.items()))
 
 
-def _nests(parts: list[Any]) -> bool:
-    return any(isinstance(part, (list, dict)) for part in parts)
+def _nests(parts: Iterable[Any]) -> bool:
+    """Whether something in them can grow."""
+    return any(
+        isinstance(part, (list, dict)) or (isinstance(part, tuple) and _nests(cast("tuple[Any, ...]", part)))
+        for part in parts
+    )
 
 
 def _added(name: str, tracked: _Tracked) -> list[Entry]:
@@ -138,7 +149,7 @@ def _added(name: str, tracked: _Tracked) -> list[Entry]:
     container, sent, now = tracked.container, len(tracked.sent), _parts(tracked.container)
     if tracked.nests or len(now) < sent or not all(map(is_, tracked.sent, now)):
         tracked.sent, tracked.nests = list(now), _nests(now)
-        return [Entry(name, "set", container.copy())]
+        return [Entry(name, "set", container.copy() if tracked.whole is None else tracked.whole)]
     fresh = now[sent:]
     if not fresh:
         return []

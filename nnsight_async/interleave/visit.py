@@ -26,13 +26,27 @@ class _Handed:
     shared: bool = False
     base: Any = None
     """The value as it was handed out, kept where several readings may change different parts of it."""
+    before: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    """Its tensors with what was in them, where changes may go uncounted; the part comes last."""
 
     def changed(self) -> bool:
-        return self.private.changed() or (self.part is not None and self.part._version != self.version)
+        if self.private.changed() or self._part_changed():
+            return True
+        return self.before is not None and any(not _equal(tensor, was) for tensor, was in self.before)
+
+    def _part_changed(self) -> bool:
+        if self.part is None:
+            return False
+        return self.part._version != self.version or (self.before is not None and not _equal(*self.before[-1]))
+
+    def watch(self) -> None:
+        """Notice changes of the memory too."""
+        tensors = [*self.private.tensors.values(), *(() if self.part is None else (self.part,))]
+        self.before = [(tensor, tensor.clone()) for tensor in tensors]
 
     def value(self) -> Any:
         """The whole value with the changes in it."""
-        if self.part is None or self.view is None or self.part._version == self.version:
+        if self.part is None or self.view is None or not self._part_changed():
             return self.private.value
         return self.view.put(self.private.value, self.part)
 
@@ -47,6 +61,12 @@ class _Handed:
         self.private.settle()
         if self.part is not None:
             self.version = self.part._version
+        if self.before is not None:
+            self.watch()
+
+
+def _equal(tensor: torch.Tensor, was: torch.Tensor) -> bool:
+    return torch.equal(tensor, was) or torch.equal(tensor.nan_to_num(), was.nan_to_num())
 
 
 @dataclass(slots=True)
@@ -60,6 +80,8 @@ class Visit:
     event: Location
     slab: Slab
     span: Span
+    given_out: bool = False
+    """Whether the block may change what it is handed by its memory, where changes are not counted."""
     _first: Private | None = None
     _rows: dict[Path, torch.Tensor] = field(default_factory=dict["Path", torch.Tensor])
     _shared: bool = False
@@ -70,6 +92,8 @@ class Visit:
     def get(self) -> Any:
         """A private copy of the rows."""
         handed = self._hand(self._take())
+        if self.given_out:
+            handed.watch()
         return handed.private.value
 
     def see(self, view: View) -> Any:
@@ -80,6 +104,8 @@ class Visit:
         handed = self._hand(private, view, view.shared(private.value))
         if isinstance(seen, torch.Tensor) and not private.watches(seen):
             handed.part, handed.version = seen, seen._version
+        if self.given_out:
+            handed.watch()
         return seen
 
     def _hand(self, private: Private, view: View | None = None, shared: bool = False) -> _Handed:
@@ -158,7 +184,8 @@ class Visit:
                     now = self._now()
                     self._rows.update(self.slab.checked(self.span, handed.over(now.value), now))
                 else:
-                    self._merge(self.slab.checked(self.span, handed.value(), handed.private), handed.base)
+                    private = None if self.given_out else handed.private
+                    self._merge(self.slab.checked(self.span, handed.value(), private), handed.base)
                 handed.settle()
 
     def _keep(self, written: Written) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
-from nnsight_async.errors import LocationError
+from nnsight_async.errors import LocationError, ShapeError
 from nnsight_async.interleave.context import current
 from nnsight_async.interleave.locations import Location, expression
 
@@ -46,7 +46,7 @@ class Heads:
 
     @output.setter
     def output(self, value: Any) -> None:
-        self.output[:] = value
+        _put(self.output, value)
 
     @property
     def q(self) -> Any:
@@ -55,7 +55,7 @@ class Heads:
 
     @q.setter
     def q(self, value: Any) -> None:
-        self.q[:] = value
+        _put(self.q, value)
 
     @property
     def k(self) -> Any:
@@ -64,7 +64,7 @@ class Heads:
 
     @k.setter
     def k(self, value: Any) -> None:
-        self.k[:] = value
+        _put(self.k, value)
 
     @property
     def v(self) -> Any:
@@ -73,10 +73,16 @@ class Heads:
 
     @v.setter
     def v(self, value: Any) -> None:
-        self.v[:] = value
+        _put(self.v, value)
 
     def __getitem__(self, head: int) -> Head:
         return Head(self, head)
+
+    def __iter__(self) -> Never:
+        raise TypeError(
+            "heads are not iterated over, as how many there are is known where they pass: `heads.output` is "
+            "[rows, heads, head_size], and `heads[i]` one of them"
+        )
 
     def grouped(self, number: int, head: int) -> Any:
         """The head of keys or values that the query head `head` looks at."""
@@ -90,6 +96,19 @@ class Heads:
     def _split(self, rows: Any) -> Any:
         module: Any = current().module(self._path)
         return rows.view(rows.shape[0], -1, module.head_size)
+
+
+def _put(there: Any, value: Any) -> None:
+    """Write `value` over a view of what passes; `ShapeError` if it does not fit."""
+    import torch
+
+    wanted = tuple(there.shape)
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != wanted:
+        given = f"one of {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ShapeError(f"these heads take a tensor of shape {wanted}, not {given}")
+    if not torch.can_cast(value.dtype, there.dtype):
+        raise ShapeError(f"these heads hold {there.dtype}; {value.dtype} does not convert to it safely")
+    there[:] = value
 
 
 def _argument(arguments: Any, number: int) -> Any:
@@ -112,7 +131,7 @@ class Head:
 
     @output.setter
     def output(self, value: Any) -> None:
-        self._heads.output[:, self._number] = value
+        _put(self.output, value)
 
     @property
     def q(self) -> Any:
@@ -120,7 +139,7 @@ class Head:
 
     @q.setter
     def q(self, value: Any) -> None:
-        self._heads.q[:, self._number] = value
+        _put(self.q, value)
 
     @property
     def k(self) -> Any:
@@ -128,7 +147,7 @@ class Head:
 
     @k.setter
     def k(self, value: Any) -> None:
-        self.k[:] = value
+        _put(self.k, value)
 
     @property
     def v(self) -> Any:
@@ -136,7 +155,7 @@ class Head:
 
     @v.setter
     def v(self, value: Any) -> None:
-        self.v[:] = value
+        _put(self.v, value)
 
 
 def heads_below(manifest: Manifest, path: str) -> Heads:

@@ -138,6 +138,13 @@ def test_a_block_that_only_reads():
     assert not foresee(Holds({"texts": ["a"] * 100, "vector": torch.ones(3), "act": torch.nn.functional.gelu})).changes
 
 
+def test_blocks_that_may_change_by_memory():
+    assert not foresee(reads).memory
+    assert foresee(lambda model, tracer: model.output.data.zero_()).memory
+    assert foresee(closed_over(lambda value: value.numpy())).memory
+    assert foresee(lambda model, tracer: torch.from_dlpack(model.output)).memory
+
+
 def test_blocks_that_speak_of_source():
     def block(model: Any, tracer: Any) -> None:
         tracer.save(model.layers[3].source.output, "x")

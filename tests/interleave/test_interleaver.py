@@ -68,6 +68,56 @@ def test_in_place_and_replacement_land_for_that_run_alone():
     torch.testing.assert_close(got[9], model(other)[-1])
 
 
+def fills(view: torch.Tensor) -> None:
+    view[:] = 0
+
+
+BY_MEMORY = {
+    "data": lambda hidden: fills(hidden.data),
+    "a method of data": lambda hidden: hidden.data.zero_(),
+    "numpy": lambda hidden: hidden.numpy().fill(0),
+    "dlpack": lambda hidden: torch.from_dlpack(hidden).zero_(),
+    "storage": lambda hidden: hidden.untyped_storage().fill_(0),
+}
+
+
+@pytest.mark.parametrize("zero", BY_MEMORY.values(), ids=BY_MEMORY)
+def test_a_copy_that_is_changed_by_its_memory_is_written_back(zero):
+    """Torch does not count these as changes of the tensor."""
+    bench, plain = Bench(), Bench()
+    mine, other = rows(2, 1), rows(2, 2)
+
+    def by_memory(m, t):
+        zero(read("layers.1"))
+
+    bench.add(1, by_memory, 2)
+    plain.add(1, lambda m, t: fills(read("layers.1")), 2)
+    got, expected = (each.step({1: mine, 9: other}) for each in (bench, plain))
+    torch.testing.assert_close(got, expected)
+    assert not torch.allclose(got[1], Bench().step({1: mine})[1])
+
+
+def test_a_stream_that_is_changed_by_its_memory_is_written_back_and_another_is_not():
+    def changes(m, t):
+        stream = current().read_view(output("layers.1"), StreamOut())
+        stream.data[:1] = 0
+
+    def only_looks(m, t):
+        t.save(current().read_view(output("layers.1"), StreamOut()).numpy().sum().item(), "sum")
+
+    bench, plain = Bench(), Bench()
+    run = bench.add(2, only_looks, 2)
+    bench.add(1, changes, 2)
+    inputs = {1: rows(2, 1), 2: rows(2, 2)}
+    got, untouched = bench.step(inputs), plain.step(inputs)
+    assert not run.wrote
+    torch.testing.assert_close(got[2], untouched[2], rtol=0, atol=0)
+    model = bench.model
+    hidden = model.layers[1](model.layers[0](inputs[1]))
+    hidden[:1] = 0
+    torch.testing.assert_close(got[1], model.head(model.layers[2](hidden))[-1])
+
+
 def test_editing_an_input_does_not_reach_others_who_hold_the_tensor():
     bench = Bench()
 

@@ -31,6 +31,21 @@ def test_what_is_done_to_a_tensor_after_its_save_is_not_saved():
     assert torch.equal(sent["pair"][1], torch.zeros(2))
 
 
+def test_lists_in_a_tuple_are_followed():
+    saves = Saves(1000)
+    norms: list[int] = []
+    tops: list[int] = []
+    saves.add("pair", (norms, tops))
+    saves.add("nested", [(norms,)])
+    assert collected(saves) == [("pair", "set", ([], [])), ("nested", "set", [([],)])]
+    norms.append(3)
+    tops.append(5)
+    assert collected(saves) == [("pair", "set", ([3], [5])), ("nested", "set", [([3],)])]
+    saves.add("flat", (1, torch.zeros(2)))
+    assert [name for name, *_ in collected(saves)] == ["pair", "nested", "flat"]
+    assert [name for name, *_ in collected(saves)] == ["pair", "nested"]
+
+
 def test_of_a_list_only_what_was_appended_is_sent():
     saves, values = Saves(1000), [1]
     saves.add("x", values)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_async import GenerationEndedError, OutOfOrderError
+from nnsight_async import GenerationEndedError, OutOfOrderError, ShapeError
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
@@ -114,6 +114,30 @@ def test_skip_gives_a_layer_another_output(pair):
         (pair.hf_layers[2], "post", same),
     )
     torch.testing.assert_close(logits[0], expected, **CLOSE)
+
+
+@pytest.mark.backends("vllm")
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.ones(1, 4, 32), r"of shape \(7, 4, 32\), not one of \(1, 4, 32\)"),
+        (3.0, "not 3.0"),
+        (torch.ones(7, 4, 32, dtype=torch.complex64), "complex64 does not convert"),
+    ],
+)
+def test_what_heads_do_not_take(model, value, said):
+    attention = model.model.layers[1].self_attn
+    with pytest.raises(ShapeError, match=said), model.trace(PROMPT, max_tokens=1):
+        attention.heads.output = value
+
+
+@pytest.mark.backends("vllm")
+def test_heads_are_not_iterated_over(model):
+    attention = model.model.layers[1].self_attn
+    with pytest.raises(TypeError, match="not iterated over"):
+        list(attention.heads)
+    with pytest.raises(TypeError, match="not iterated over"), model.trace(PROMPT, max_tokens=1):
+        list(attention.heads)
 
 
 @pytest.mark.backends("vllm")
