@@ -16,6 +16,7 @@ from nnsight_async.capture.rewrite import carrying, rewrite_saves
 from nnsight_async.capture.rules import check
 from nnsight_async.capture.unlisted import nested_codes
 from nnsight_async.errors import CaptureError
+from nnsight_async.parse import parse
 
 if TYPE_CHECKING:
     from types import CodeType, FrameType
@@ -120,13 +121,13 @@ class Place(NamedTuple):
 
 def function_code(body: list[ast.stmt], parameters: tuple[str, ...], place: Place) -> CodeType:
     """The code of a function with `body`; `CaptureError` for what the compiler refuses."""
-    tree = ast.parse(f"def {_NAME}({', '.join(parameters)}): pass")
+    tree = parse(f"def {_NAME}({', '.join(parameters)}): pass")
     function = tree.body[0]
     assert isinstance(function, ast.FunctionDef)
     function.body = body
     function.lineno, function.end_lineno = place.lines
     if place.class_name is not None:  # for the sake of private names
-        around = ast.parse(f"class {place.class_name}: pass")
+        around = parse(f"class {place.class_name}: pass")
         around.body[0].body = [function]  # type: ignore[attr-defined]
         tree = around
     try:

@@ -11,6 +11,7 @@ import copy
 from typing import TYPE_CHECKING, TypeGuard
 
 from nnsight_async.capture.live import assigned_in
+from nnsight_async.parse import parse_expression
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -278,7 +279,7 @@ def _texts(names: Sequence[str]) -> ast.expr:
 
 def _call(place: ast.expr | ast.stmt, function: str, *arguments: ast.expr, module: str = SAVES) -> ast.expr:
     # an import where it is used: the rewritten code needs nothing in its globals, which are the user's
-    callee = ast.parse(f"__import__({module!r}, None, None, ({function!r},)).{function}", mode="eval").body
+    callee = parse_expression(f"__import__({module!r}, None, None, ({function!r},)).{function}")
     for node in ast.walk(callee):
         ast.copy_location(node, place)
     return ast.fix_missing_locations(ast.copy_location(ast.Call(callee, list(arguments), []), place))

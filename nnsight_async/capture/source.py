@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_async.capture.unlisted import unlisted_lines
 from nnsight_async.errors import CaptureError
+from nnsight_async.parse import parse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -39,7 +40,7 @@ class Source:
 
     def parse(self) -> ast.Module:
         """A fresh tree that the caller may change."""
-        return ast.parse("".join(self.lines), self.filename)
+        return parse("".join(self.lines), self.filename)
 
     def compile(self, tree: ast.Module) -> CodeType:
         return compile(tree, self.filename, "exec", self.flags, dont_inherit=True)
@@ -71,7 +72,7 @@ def source_of(code: CodeType, namespace: Mapping[str, Any]) -> Source:
 def _read(code: CodeType, lines: list[str], flags: int) -> Source:
     text = "".join(lines)
     try:
-        tree = ast.parse(text, code.co_filename)
+        tree = parse(text, code.co_filename)
         module = compile(text, code.co_filename, "exec", flags, dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise changed(code, code.co_firstlineno) from error

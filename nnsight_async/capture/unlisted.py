@@ -8,6 +8,8 @@ from itertools import chain, pairwise
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
+from nnsight_async.parse import parse
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -79,6 +81,6 @@ def _makes(text: str, code: CodeType, flags: int) -> bool:
 
 def _parsed(text: str) -> ast.Module:
     try:
-        return ast.parse(text)
+        return parse(text)
     except (SyntaxError, ValueError):
         return ast.Module([], [])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from nnsight_async.capture.compile import Place, function_code
 from nnsight_async.capture.rewrite import rewrite_saves
 from nnsight_async.capture.text import Written
+from nnsight_async.parse import parse
 
 _ABOVE = "if 1:\n"
 """Has the statements stay where they are in their lines, and what several lines hold as it is."""
@@ -30,7 +31,7 @@ def cut(lines: Sequence[str], body: Sequence[ast.stmt]) -> tuple[str, int] | Non
 
 def parsed(text: str, first_line: int) -> list[ast.stmt]:
     """The statements again, at the lines where they stood."""
-    above, *more = ast.parse(_ABOVE + text).body
+    above, *more = parse(_ABOVE + text).body
     assert isinstance(above, ast.If)
     if above.orelse or more:
         raise SyntaxError("more than the body of a block")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 from nnsight_async.errors import MainGuardError
+from nnsight_async.parse import parse
 
 
 def check_main_guard() -> None:
@@ -44,7 +45,7 @@ def _top_level_statement(frame: FrameType) -> ast.stmt | None:
     if not file or file != frame.f_code.co_filename or not Path(file).is_file():
         return None
     try:
-        tree = ast.parse(Path(file).read_text())
+        tree = parse(Path(file).read_text())
     except (SyntaxError, OSError, ValueError):
         return None
     line = frame.f_lineno

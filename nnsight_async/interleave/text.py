@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import CodeType
 
 from nnsight_async.errors import UnreadableError
+from nnsight_async.parse import parse
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -67,7 +68,7 @@ def _parse(code: CodeType) -> Text | str:
 
 def _definition(text: str, first: int) -> Definition | None:
     indented = text[:1].isspace()
-    tree = ast.parse(f"class _:\n{text}" if indented else text)
+    tree = parse(f"class _:\n{text}" if indented else text)
     top = tree.body[0]
     node = top.body[0] if indented and isinstance(top, ast.ClassDef) else top
     if not isinstance(node, Definition):
@@ -90,7 +91,7 @@ def _surroundings(code: CodeType, extra: Sequence[str]) -> ast.Module:
     free = [variable for variable in code.co_freevars if variable != "__class__"]
     head = f"def __nnsight_around__({', '.join([*free, *extra])}):\n"
     declared = "" if name in free else f" global {name}\n"
-    return ast.parse(f"{head}{declared} class {name}: pass")
+    return parse(f"{head}{declared} class {name}: pass")
 
 
 def _innermost(tree: ast.Module) -> ast.ClassDef:
