@@ -63,6 +63,11 @@ class Blocks:
         return [run for runs in self._runs.values() for run in runs]
 
     @property
+    def idle(self) -> bool:
+        """Whether no request here has a block."""
+        return not self._runs
+
+    @property
     def edits(self) -> int:
         """How many edits are installed."""
         return len(self._edits)

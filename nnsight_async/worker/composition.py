@@ -18,3 +18,7 @@ class Composition:
     starts: Sequence[int]
     computed: Sequence[int]
     rows: int
+
+
+NOBODY = Composition((), (), (), 0)
+"""What is told of a step in which no request has a block."""

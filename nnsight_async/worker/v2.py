@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nnsight_async.worker.composition import Composition
+from nnsight_async.worker.composition import NOBODY, Composition
 from nnsight_async.worker.entries import around, require
 from nnsight_async.worker.graphs import Graphs
 
@@ -59,7 +59,7 @@ class V2Entry:
         def entered(*args: Any, **kwargs: Any) -> Any:
             state, uniform = gather(*args, **kwargs)
             if state is not None:  # the requests of a step, not a pass that measures
-                self._blocks.begin_step(self._composition(state))
+                self._blocks.begin_step(NOBODY if self._blocks.idle else self._composition(state))
             if self._graphs is not None:
                 self._graphs.choose()
             return state, uniform

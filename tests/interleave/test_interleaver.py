@@ -72,6 +72,15 @@ def fills(view: torch.Tensor) -> None:
     view[:] = 0
 
 
+def test_only_what_lies_in_the_model_looks_into_it():
+    bench = Bench()
+    for event, looks in ((output("layers.1.mlp"), True), (LOGITS, False), (SAMPLES, False)):
+        bench.interleaver.waiting.want(event)
+        assert bench.interleaver.looks == looks
+        bench.interleaver.waiting.drop(event)
+    assert not bench.interleaver.looks
+
+
 BY_MEMORY = {
     "data": lambda hidden: fills(hidden.data),
     "a method of data": lambda hidden: hidden.data.zero_(),
