@@ -187,13 +187,13 @@ class Gate:
             return
         most = None if scope["path"].startswith(OURS) else self._body  # ours answer what is too long themselves
         try:
-            upload = Upload(receive, self._uploads, key.name, _announced(headers), most)
+            upload = Upload(receive, send, self._uploads, key.name, _announced(headers), most)
         except Refused as error:
             await _read_on(receive)
             await _answer(send, error.status, error.message)
             return
         try:
-            await self._app(scope, upload.receive, send)
+            await self._app(scope, upload.receive, upload.send)
         finally:
             upload.end()
 

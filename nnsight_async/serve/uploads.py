@@ -48,15 +48,17 @@ class Uploads:
 
 
 class Upload:
-    """The body of one request on its way in.
+    """The body of one request on its way in, until its answer is on its way out.
 
     `announced` bytes are its key's from the beginning, and what comes beyond them as it comes. `most`: bytes after
     which the client counts as gone.
     """
 
-    def __init__(self, receive: Any, uploads: Uploads, key: str, announced: int, most: int | None) -> None:
+    def __init__(self, receive: Any, send: Any, uploads: Uploads, key: str, announced: int, most: int | None) -> None:
         uploads.take(key, announced)
         self._receive = receive
+        self._send = send
+        self._ended = False
         self._uploads = uploads
         self._key = key
         self._counted = announced
@@ -69,11 +71,19 @@ class Upload:
         self._received += len(message.get("body", b""))
         if self._most is not None and self._received > self._most:
             return {"type": "http.disconnect"}
-        if self._received > self._counted:
+        if self._received > self._counted and not self._ended:
             self._uploads.take(self._key, self._received - self._counted)
             self._counted = self._received
         return message
 
+    async def send(self, message: Any) -> None:
+        """What is answered. The end of an answer frees the bytes before the client can see it, and ask for more."""
+        if message["type"] == "http.response.body" and not message.get("more_body"):
+            self.end()
+        await self._send(message)
+
     def end(self) -> None:
-        """The request has been answered."""
-        self._uploads.give(self._key, self._counted)
+        """The request has been answered, or given up."""
+        if not self._ended:
+            self._ended = True
+            self._uploads.give(self._key, self._counted)

@@ -164,6 +164,23 @@ async def test_a_key_has_so_many_bytes_on_their_way(port: int, uploads: Uploads)
     assert uploads.held("key") == 0
 
 
+async def test_bytes_are_free_before_the_end_of_the_answer_is_sent(uploads: Uploads) -> None:
+    """Whoever has an answer may send as much again at once, though the server has still to come to its end."""
+    held: list[int] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"x" * 100, "more_body": False}
+
+    async def send(message: Any) -> None:
+        held.append(uploads.held("key"))
+
+    headers = [(b"authorization", f"Bearer {KEY}".encode()), (b"content-length", b"100")]
+    scope = {"type": "http", "path": "/v1/completions", "headers": headers}
+    await Gate(app, single(KEY), None, uploads, MOST)(scope, receive, send)
+    assert held == [100, 0]
+    assert uploads.held("key") == 0
+
+
 @pytest.mark.parametrize(
     "value", [torch.zeros(plain.MOST + 1), [torch.zeros(plain.MOST), 1], torch.zeros(plain.MOST + 1, 0)]
 )
