@@ -6,23 +6,30 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import uvicorn
 from fastapi import FastAPI
 
 from nnsight_async import VLLM, RunCancelledError, ServerError, SlowConsumerError
+from nnsight_async.runs.carried import rebuilt
 from nnsight_async.runs.frames import Frame
+from nnsight_async.serve import messages as m
+from nnsight_async.serve import wire
 from nnsight_async.serve.access import LOOPBACK, Gate, Keys
 from nnsight_async.serve.app import Service, router
 from nnsight_async.serve.outputs import Completion, Output
 from nnsight_async.serve.policy import Policy, ServerLimits
 from tests.serve.test_program import MANIFEST
 
-LIMITS = ServerLimits(runs=3, beat=0.05, waiting=1 << 22, run_seconds=5.0, uploads=2_000_000)
+PATIENCE = 60.0  # seconds
+FOR_EVER = 3600.0
+LIMITS = ServerLimits(runs=3, beat=FOR_EVER, waiting=1 << 22, run_seconds=FOR_EVER, uploads=2_000_000)
 
 
 class Counting:
@@ -36,6 +43,8 @@ class Counting:
         self.tasks: set[asyncio.Task[None]] = set()
         self.width = 4
         self.pause = 0.0
+        self.together = 0
+        """So many runs have to have been there at a time before the first goes on."""
 
     async def alaunch(self, run: Any) -> None:
         run.ride(())
@@ -48,6 +57,8 @@ class Counting:
 
     async def _draw(self, run: Any) -> None:
         count = run.request.params.max_tokens
+        while self.most < self.together:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         for step in range(count):
             if run.settled:
                 return
@@ -66,11 +77,16 @@ def engine() -> Counting:
 
 
 @pytest.fixture
-def url(engine: Counting) -> Iterator[str]:
+def limits() -> ServerLimits:
+    return LIMITS
+
+
+@pytest.fixture
+def url(engine: Counting, limits: ServerLimits) -> Iterator[str]:
     no_edits = SimpleNamespace(edits=SimpleNamespace(installed=()))
     policy = Policy(MANIFEST, allow_python=False, loras={}, max_model_len=1000)
     app = FastAPI()
-    service = Service(engine, no_edits, policy, LIMITS)  # type: ignore[arg-type]
+    service = Service(engine, no_edits, policy, limits)  # type: ignore[arg-type]
     app.include_router(router(service))
     listening = socket.create_server(("127.0.0.1", 0))
     gate = Gate(app, Keys([]), LOOPBACK, service.uploads)
@@ -79,7 +95,7 @@ def url(engine: Counting) -> Iterator[str]:
     thread.start()
     yield f"http://127.0.0.1:{listening.getsockname()[1]}"
     server.should_exit = True
-    thread.join(30)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     listening.close()
 
@@ -91,7 +107,7 @@ async def model(url: str) -> Any:
 
 
 async def until(holds: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while not holds():  # noqa: ASYNC110 -- what is waited for happens in another thread
             await asyncio.sleep(0.01)
 
@@ -108,14 +124,14 @@ async def test_tokens_and_values_come_in_their_steps(model: Any, engine: Countin
 
 
 async def test_a_client_waits_its_turn(model: Any, engine: Counting) -> None:
-    engine.pause = 0.01
+    engine.together = LIMITS.runs
     outputs = await model.generate(["x"] * 20, max_tokens=5)
     assert [output.outputs[0].token_ids for output in outputs] == [[0, 1, 2, 3, 4]] * 20
     assert engine.most == LIMITS.runs
 
 
 async def test_what_another_client_leaves_no_room_for_is_refused(model: Any, engine: Counting, url: str) -> None:
-    engine.pause = 1.0
+    engine.pause = FOR_EVER
     tasks = [asyncio.ensure_future(model.generate(["x"], max_tokens=100)) for _ in range(LIMITS.runs)]
     await until(lambda: len(engine.going) == LIMITS.runs)
     async with VLLM("toy", mode="async", serve=url) as another:
@@ -129,7 +145,7 @@ async def test_what_another_client_leaves_no_room_for_is_refused(model: Any, eng
 
 
 async def test_a_client_waits_until_there_is_room_for_what_it_sends(model: Any, engine: Counting, url: str) -> None:
-    engine.pause = 0.01
+    engine.together = 2
     table = torch.arange(200_000.0)
 
     async def one() -> None:
@@ -139,7 +155,7 @@ async def test_a_client_waits_until_there_is_room_for_what_it_sends(model: Any, 
 
     await asyncio.gather(*(one() for _ in range(6)))
     assert engine.most == 2  # of 800,000 bytes each
-    engine.pause = 1.0
+    engine.pause = FOR_EVER
     waiting = [asyncio.ensure_future(one()) for _ in range(2)]
     await until(lambda: len(engine.going) == 2)
     async with VLLM("toy", mode="async", serve=url) as another:
@@ -155,38 +171,45 @@ async def test_a_client_waits_until_there_is_room_for_what_it_sends(model: Any, 
 
 
 async def test_who_leaves_aborts_though_nothing_is_being_sent(model: Any, engine: Counting) -> None:
-    engine.pause = 3.0
+    engine.pause = FOR_EVER
     async with model.trace("x", max_tokens=50) as tracer:
         h = model.layers[0].output.save()
     async with tracer.stream() as stream:
         await anext(stream)
     with pytest.raises(RunCancelledError):
         await h
-    async with asyncio.timeout(2):  # before the next token
-        await until(lambda: not engine.going)
+    await until(lambda: not engine.going)
 
 
-async def test_a_quiet_stream_is_kept_alive_and_a_long_run_is_ended(model: Any, engine: Counting) -> None:
-    engine.pause = 0.5
+@pytest.mark.parametrize("limits", [replace(LIMITS, beat=0.05)])
+async def test_a_quiet_stream_is_kept_alive(model: Any, engine: Counting, url: str) -> None:
+    engine.pause = FOR_EVER
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
+        content = wire.encode({"type": "run", "id": "a" * 32, "prompt": "x", "sampling": {"max_tokens": 2}})
+        headers = {"content-type": wire.CONTENT_TYPE}
+        async with http.stream("POST", "/nnsight/v1/runs", content=content, headers=headers) as answer:
+            said = wire.messages(answer.aiter_raw(), m.replies, m.REPLY_BOUNDS)
+            async with asyncio.timeout(PATIENCE):
+                assert [type((await anext(said)).body) for _ in range(4)] == [m.Begun, m.Delta, m.Alive, m.Alive]
+    await until(lambda: not engine.going)
+    engine.pause = 0.2
     (output,) = await model.generate(["x"], max_tokens=3)
     assert output.finished
-    engine.pause = 2.0
-    with pytest.raises(TimeoutError, match="a run of more than 5 s"):
-        await model.generate(["x"], max_tokens=100)
+
+
+@pytest.mark.parametrize("limits", [replace(LIMITS, run_seconds=0.5)])
+async def test_a_long_run_is_ended(model: Any, engine: Counting) -> None:
+    engine.pause = FOR_EVER
+    with pytest.raises(TimeoutError, match=r"a run of more than 0\.5 s"):
+        await model.generate(["x"], max_tokens=2)
     await until(lambda: not engine.going)
 
 
 async def test_who_does_not_read_is_let_go_and_holds_no_more_than_the_limit(engine: Counting, url: str) -> None:
-    import httpx
-
-    from nnsight_async.runs.carried import rebuilt
-    from nnsight_async.serve import messages as m
-    from nnsight_async.serve import wire
-
     engine.width = 1 << 18  # a mebibyte each
     block = {"type": "declared", "statements": [{"kind": "stop"}]}
     asked = {"type": "run", "id": "f" * 32, "prompt": "x", "sampling": {"max_tokens": 100}, "block": block}
-    async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
         headers = {"content-type": wire.CONTENT_TYPE}
         async with http.stream("POST", "/nnsight/v1/runs", content=wire.encode(asked), headers=headers) as answer:
             await until(lambda: not engine.going)  # though nothing has been read
