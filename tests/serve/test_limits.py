@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import httpx
@@ -22,6 +22,7 @@ from nnsight_async.serve.uploads import Refused, Uploads
 KEY = "a key of some length"
 MOST = 100_000
 UPLOADS = 250_000
+PATIENCE = 60.0  # seconds
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
 
 
@@ -50,23 +51,36 @@ def uploads() -> Uploads:
     return Uploads(UPLOADS)
 
 
-@pytest.fixture(scope="module")
-def port(uploads: Uploads) -> Iterator[int]:
+@contextmanager
+def serving(uploads: Uploads, patience: float) -> Iterator[int]:
+    """A server that waits so many seconds for who owes it something; gives its port."""
     listening = socket.create_server(("127.0.0.1", 0))
     gate = Gate(app, single(KEY), None, uploads, MOST)
-    server = uvicorn.Server(uvicorn.Config(gate, log_level="error", lifespan="off", http=patient(1.0)))
+    server = uvicorn.Server(uvicorn.Config(gate, log_level="error", lifespan="off", http=patient(patience)))
     thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[listening]),))
     thread.start()
     yield listening.getsockname()[1]
     server.should_exit = True
-    thread.join(30)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
     listening.close()
 
 
+@pytest.fixture(scope="module")
+def port(uploads: Uploads) -> Iterator[int]:
+    with serving(uploads, PATIENCE) as port:
+        yield port
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[int]:
+    with serving(Uploads(UPLOADS), 1.0) as port:
+        yield port
+
+
 async def ended(reader: asyncio.StreamReader) -> bytes:
     """What comes until the connection is closed."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE):
         try:
             return await reader.read()
         except ConnectionResetError:
@@ -84,8 +98,8 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
     ],
     ids=["nothing", "a head", "a second head", "a body that nobody reads", "a body that is refused"],
 )
-async def test_who_owes_the_rest_of_a_request_is_let_go(port: int, owed: bytes) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+async def test_who_owes_the_rest_of_a_request_is_let_go(hasty: int, owed: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", hasty)
     writer.write(owed)
     answers = owed.count(b"\r\n\r\n")
     assert (await ended(reader)).count(b"HTTP/1.1 ") == answers
@@ -117,7 +131,7 @@ async def test_bodies_of_other_routes_have_a_length(port: int) -> None:
             yield of
 
     headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=PATIENCE) as http:
         path = "/v1/completions"
         assert (await http.post(path, content=b"x" * MOST)).text == str(MOST)
         assert (
@@ -136,7 +150,7 @@ async def sending(port: int, path: str, parts: Any, released: asyncio.Event) -> 
         await released.wait()
         yield b"x"
 
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE) as http:
         return await http.post(path, content=body(), headers={"authorization": f"Bearer {KEY}"})
 
 
@@ -144,11 +158,11 @@ async def test_a_key_has_so_many_bytes_on_their_way(port: int, uploads: Uploads)
     """Whether they are announced or come in pieces, and whatever the route; they are free again with the answer."""
     released = asyncio.Event()
     going = [asyncio.ensure_future(sending(port, "/v1/completions", [b"x" * 90_000], released)) for _ in range(2)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while uploads.held("key") < 180_000:  # noqa: ASYNC110 -- of another thread
             await asyncio.sleep(0.01)
     headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=PATIENCE) as http:
         for path in ("/v1/completions", "/nnsight/v1/runs"):
             answer = await http.post(path, content=b"x" * 80_000)
             assert answer.status_code == 429
