@@ -186,6 +186,7 @@ class Gate:
             await self._app(scope, receive, send)
             return
         most = None if scope["path"].startswith(OURS) else self._body  # ours answer what is too long themselves
+        await self._uploads.wait(key.name, _announced(headers))
         try:
             upload = Upload(receive, send, self._uploads, key.name, _announced(headers), most)
         except Refused as error:

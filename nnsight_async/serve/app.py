@@ -26,7 +26,7 @@ from nnsight_async.serve.edits import ServedEdits
 from nnsight_async.serve.outline import outline
 from nnsight_async.serve.policy import Policy, ServerLimits, opened
 from nnsight_async.serve.relay import Relay
-from nnsight_async.serve.uploads import Refused, Uploads
+from nnsight_async.serve.uploads import Refused, Uploads, Vacancy
 from nnsight_async.serve.wire import CONTENT_TYPE, WireError
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class Service:
         self.limits = limits
         self.going: Counter[str] = Counter()
         """Runs by the name of their key."""
+        self._room = Vacancy()
         self.uploads = Uploads(limits.uploads)
         self.edits = ServedEdits(model, engine, self.uploads, limits.edits)
         self._seen: OrderedDict[tuple[str, str], None] = OrderedDict()
@@ -69,13 +70,18 @@ class Service:
 
     async def launch(self, run: Run, key: Key) -> None:
         """Start a run, one more of a key; `Refused` where that is too many."""
+        await self._room.until(lambda: self.going[key.name] < self.limits.runs)
         if self.going[key.name] >= self.limits.runs:
             raise Refused(
                 429, "ServerError", f"the key {key.name!r} has {self.limits.runs} runs going, and may have no more"
             )
         self.going[key.name] += 1
-        run.ended.once(lambda: self.going.subtract([key.name]))
+        run.ended.once(lambda: self._ended(key))
         await self.model.alaunch(run)
+
+    def _ended(self, key: Key) -> None:
+        self.going[key.name] -= 1
+        self._room.freed()
 
     async def received(self, request: Request, kind: type[T], key: Key) -> tuple[T, Block | None]:
         """What a client asks, and its block; `Refused` for what is too large, too slow, none, or not allowed."""

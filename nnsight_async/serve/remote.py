@@ -268,7 +268,7 @@ class Remote:
                         return
 
     def _unreachable(self, error: httpx.HTTPError) -> ServerError:
-        return ServerError(f"{self.url} cannot be reached, or has gone: {error or type(error).__name__}")
+        return ServerError(f"{self.url} cannot be reached, or has gone: {str(error) or type(error).__name__}")
 
     def _from_outside(self, function: Callable[[], object]) -> None:
         with suppress(RuntimeError):

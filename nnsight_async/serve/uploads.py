@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
+
+LEAVING = 1.0
+"""Seconds that a request waits for room. Who ends a run early and sends the next one is heard on two connections, and
+the server may hear of the end later."""
 
 
 class Refused(Exception):  # noqa: N818 -- becomes an answer
@@ -16,6 +23,25 @@ class Refused(Exception):  # noqa: N818 -- becomes an answer
         self.message = message
 
 
+class Vacancy:
+    """Waits a moment for room, where there is none at once. Lives on one event loop."""
+
+    def __init__(self) -> None:
+        self._freed = asyncio.Event()
+
+    def freed(self) -> None:
+        """There is more room."""
+        self._freed.set()
+
+    async def until(self, there: Callable[[], bool]) -> None:
+        """Return when there is room, or when it has been waited for."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LEAVING):
+                while not there():
+                    self._freed.clear()
+                    await self._freed.wait()
+
+
 class Uploads:
     """Bytes by the name of a key: of requests from when they are announced until they have been answered, which is when
     their runs have ended, and of edits."""
@@ -23,6 +49,12 @@ class Uploads:
     def __init__(self, most: int) -> None:
         self.most = most
         self._held: Counter[str] = Counter()
+        self._room = Vacancy()
+
+    async def wait(self, key: str, size: int) -> None:
+        """Wait a moment for room for so many bytes more, if there can be any."""
+        if size <= self.most:
+            await self._room.until(lambda: self._held[key] + size <= self.most)
 
     def take(self, key: str, size: int) -> None:
         """So many bytes more; `Refused` where that is too much."""
@@ -42,6 +74,7 @@ class Uploads:
         self._held[key] -= size
         if not self._held[key]:
             del self._held[key]
+        self._room.freed()
 
     def held(self, key: str) -> int:
         return self._held[key]

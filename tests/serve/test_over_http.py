@@ -14,6 +14,7 @@ import httpx
 import pytest
 import torch
 import uvicorn
+import vllm  # noqa: F401 -- which takes long, and the loop that serves would do it at its first request
 from fastapi import FastAPI
 
 from nnsight_async import VLLM, RunCancelledError, ServerError, SlowConsumerError
@@ -22,13 +23,14 @@ from nnsight_async.runs.frames import Frame
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import wire
 from nnsight_async.serve.access import LOOPBACK, Gate, Keys
-from nnsight_async.serve.app import Service, router
+from nnsight_async.serve.app import Service, Streamed, router
 from nnsight_async.serve.outputs import Completion, Output
 from nnsight_async.serve.policy import Policy, ServerLimits
 from tests.serve.test_program import MANIFEST
 
 PATIENCE = 60.0  # seconds
 FOR_EVER = 3600.0
+TABLE = torch.arange(200_000.0)
 LIMITS = ServerLimits(runs=3, beat=FOR_EVER, waiting=1 << 22, run_seconds=FOR_EVER, uploads=2_000_000)
 
 
@@ -112,6 +114,16 @@ async def until(holds: Any) -> None:
             await asyncio.sleep(0.01)
 
 
+async def plainly(model: Any, steps: int) -> None:
+    await model.generate(["x"], max_tokens=steps)
+
+
+async def with_a_table(model: Any, steps: int) -> None:
+    async with model.trace("x", max_tokens=steps):
+        h = (model.layers[0].output * TABLE[0]).save()
+    await h
+
+
 async def test_tokens_and_values_come_in_their_steps(model: Any, engine: Counting) -> None:
     async with model.trace("x", max_tokens=4) as tracer:
         h = model.layers[0].output.save()
@@ -146,23 +158,14 @@ async def test_what_another_client_leaves_no_room_for_is_refused(model: Any, eng
 
 async def test_a_client_waits_until_there_is_room_for_what_it_sends(model: Any, engine: Counting, url: str) -> None:
     engine.together = 2
-    table = torch.arange(200_000.0)
-
-    async def one() -> None:
-        async with model.trace("x", max_tokens=20):
-            h = (model.layers[0].output * table[0]).save()
-        await h
-
-    await asyncio.gather(*(one() for _ in range(6)))
+    await asyncio.gather(*(with_a_table(model, 20) for _ in range(6)))
     assert engine.most == 2  # of 800,000 bytes each
     engine.pause = FOR_EVER
-    waiting = [asyncio.ensure_future(one()) for _ in range(2)]
+    waiting = [asyncio.ensure_future(with_a_table(model, 20)) for _ in range(2)]
     await until(lambda: len(engine.going) == 2)
     async with VLLM("toy", mode="async", serve=url) as another:
-        async with another.trace("x", max_tokens=1):
-            h = (another.layers[0].output * table[0]).save()
         with pytest.raises(ServerError, match="2,000,000 bytes together") as raised:
-            await h
+            await with_a_table(another, 1)
     assert raised.value.status == 429
     for task in waiting:
         task.cancel()
@@ -178,6 +181,34 @@ async def test_who_leaves_aborts_though_nothing_is_being_sent(model: Any, engine
         await anext(stream)
     with pytest.raises(RunCancelledError):
         await h
+    await until(lambda: not engine.going)
+
+
+@pytest.mark.parametrize(("sent", "most"), [(plainly, LIMITS.runs), (with_a_table, 2)])
+async def test_who_leaves_has_room_for_the_next(
+    model: Any, engine: Counting, monkeypatch: pytest.MonkeyPatch, sent: Any, most: int
+) -> None:
+    """Also where the server hears of the next, on one connection, before it does of the end, on another."""
+    watch = Streamed._watch
+
+    async def late(streamed: Streamed, receive: Any) -> None:
+        async def receives() -> Any:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                await asyncio.sleep(0.1)
+            return message
+
+        await watch(streamed, receives)
+
+    monkeypatch.setattr(Streamed, "_watch", late)
+    engine.pause = FOR_EVER
+    first = [asyncio.ensure_future(sent(model, 2)) for _ in range(most)]
+    await until(lambda: len(engine.going) == most)
+    another = asyncio.ensure_future(sent(model, 1))
+    for task in first:
+        task.cancel()
+    await another
+    await asyncio.gather(*first, return_exceptions=True)
     await until(lambda: not engine.going)
 
 
