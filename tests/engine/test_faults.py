@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import torch
@@ -25,33 +26,56 @@ from nnsight_async.runs import frames
 from nnsight_async.runs.frames import Frame, Message
 from nnsight_async.testing.engine import drained, tiny_engine_args
 from nnsight_async.testing.oracle import generation
+from tests.conftest import LONG
+from tests.engine.rest import at_rest
 
 PROMPT = [5, 17, 101]
 STEPS = 12
 SAMPLING: dict[str, Any] = {"max_tokens": STEPS, "ignore_eos": True, "temperature": 0.0}
-WITHIN = 60.0  # seconds
+WITHIN = 120.0  # seconds
+
+pytestmark = pytest.mark.usefixtures("unhurried")
 
 
 def every_logits(model: Any, tracer: Any) -> None:
-    """Slow enough that something can be broken on the way."""
-    import time
-
     for _ in tracer.iter[:]:
-        time.sleep(0.05)
         tracer.save(model.logits[0], "logits")
 
 
-def close_socket(model: Any, tracer: Any) -> None:
-    import sys
-    import threading
-    import time
+def until(told: Path) -> Any:
+    """The same, to an end that the test asks for when it has broken something on the way."""
 
-    for step in tracer.iter[:]:
-        if step == 4:
-            time.sleep(0.3)  # what was sent before is there
-            (outbox,) = (thread for thread in threading.enumerate() if thread.name == "nnsight-outbox")
-            sys._current_frames()[outbox.ident].f_locals["sender"]._socket.close()
-        tracer.save(model.logits[0], "logits")
+    def every_logits(model: Any, tracer: Any) -> None:
+        import time
+
+        for _ in tracer.iter[:]:
+            time.sleep(0.02)  # what comes meanwhile is compared
+            tracer.save(model.logits[0], "logits")
+            if told.exists():
+                tracer.stop()
+
+    return every_logits
+
+
+def closing_the_socket(told: Path) -> Any:
+    """In step 4, when the test knows that what was sent before is there."""
+
+    def closes(model: Any, tracer: Any) -> None:
+        import sys
+        import threading
+        import time
+
+        for step in tracer.iter[:]:
+            if step == 4:
+                while not told.exists():
+                    time.sleep(0.01)
+                (outbox,) = (thread for thread in threading.enumerate() if thread.name == "nnsight-outbox")
+                sys._current_frames()[outbox.ident].f_locals["sender"]._socket.close()
+            tracer.save(model.logits[0], "logits")
+            if step == 11:
+                tracer.stop()
+
+    return closes
 
 
 def late_end(model: Any, tracer: Any) -> None:
@@ -71,39 +95,53 @@ def no_edit_stays(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> torch.Tensor:
+def hf() -> Any:
     from nnsight_async.testing import hf_model
 
-    return generation(hf_model("llama"), PROMPT, STEPS).logits
+    return hf_model("llama")
 
 
 class Reading:
-    """The logits of a run, as they come."""
+    """The logits of a run, as they come, and the file that tells its block to go on."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: Any, told: Path) -> None:
+        self._run = run
         self._stream = run.saves["logits"].stream()
         self._seen: list[torch.Tensor] = []
+        self._told = told
 
     async def first(self) -> None:
         self._seen.append(await anext(self._stream))
 
-    async def check(self, expected: torch.Tensor) -> None:
+    async def there(self, step: int) -> None:
+        """Wait until the values of a step have come, though its token may be on its way."""
+        while self._run._job.ledger.through < step:  # noqa: ASYNC110 -- another thread's
+            await asyncio.sleep(0.01)
+
+    def tell(self) -> None:
+        self._told.touch()
+
+    async def check(self, hf: Any) -> None:
+        """It goes on to its end, and all values are there."""
+        self.tell()
         self._seen += [value async for value in self._stream]
+        expected = generation(hf, PROMPT, len(self._seen)).logits
         torch.testing.assert_close(torch.stack(self._seen), expected, rtol=1e-4, atol=1e-4)
 
 
 @asynccontextmanager
-async def going(model: VLLM, probe: Any = every_logits) -> AsyncIterator[tuple[Any, Reading]]:
-    """A run that has sent its first value."""
-    async with asyncio.timeout(WITHIN), model.run(PROMPT, probe, **SAMPLING) as run:
-        reading = Reading(run)
+async def going(model: VLLM, tmp_path: Path, probe: Any = until) -> AsyncIterator[tuple[Any, Reading]]:
+    """A run that has sent its first value, and goes on until it is told."""
+    told = tmp_path / uuid4().hex
+    async with asyncio.timeout(WITHIN), model.run(PROMPT, probe(told), **LONG) as run:
+        reading = Reading(run, told)
         await reading.first()
         yield run, reading
 
 
-async def check_whole(model: VLLM, expected: torch.Tensor) -> None:
-    async with going(model) as (_, reading):
-        await reading.check(expected)
+async def check_whole(model: VLLM, tmp_path: Path, hf: Any) -> None:
+    async with going(model, tmp_path) as (_, reading):
+        await reading.check(hf)
 
 
 def inbox_of(model: VLLM) -> Any:
@@ -128,27 +166,30 @@ def foreign(address: str, *messages: list[Any]) -> None:
             sender.send_multipart(parts)
 
 
-async def test_what_is_no_message_of_the_worker_is_dropped(model: VLLM, expected: torch.Tensor) -> None:
-    before = await drained(model)
+async def test_what_is_no_message_of_the_worker_is_dropped(model: VLLM, tmp_path: Path, hf: Any) -> None:
+    before = await at_rest(model)
     address = inbox_of(model).address
     elsewhere = frames.encode(Message([], [Frame(1, 0)], "ipc:///elsewhere/inbox-0"), [])
     unknown = frames.encode(Message([], [Frame(1 << 40, 0)], address), [])
     future = b"\x95\xa12\x90\x90\x90\xc0"
-    async with going(model) as (_, reading):
+    async with going(model, tmp_path) as (_, reading):
         with socket.socket(socket.AF_UNIX) as raw:
             raw.connect(str(file_of(address)))
             raw.sendall(os.urandom(4096))
         garbage = [os.urandom(100)]
         await asyncio.to_thread(foreign, address, [b""], garbage, [b"\xc0"] * 50, [future], elsewhere, unknown)
-        await reading.check(expected)
-    after = await drained(model)
-    assert after["damaged"] - before["damaged"] >= 5  # ZeroMQ takes some of the raw bytes for a message
+        await reading.check(hf)
+    after = before
+    async with asyncio.timeout(WITHIN):
+        # ZeroMQ takes some of the raw bytes for a message.
+        while after["damaged"] - before["damaged"] < 5 or after["late_frames"] == before["late_frames"]:
+            after = await at_rest(model)
     assert after["late_frames"] - before["late_frames"] == 1
 
 
-async def test_a_damaged_frame_is_the_error_of_its_run(model: VLLM, expected: torch.Tensor) -> None:
-    async with going(model) as (_, others):
-        async with going(model) as (run, _):
+async def test_a_damaged_frame_is_the_error_of_its_run(model: VLLM, tmp_path: Path, hf: Any) -> None:
+    async with going(model, tmp_path) as (_, others):
+        async with going(model, tmp_path) as (run, _):
             key = run._job.key
             address = inbox_of(model).address
             damaged = Message(
@@ -157,44 +198,47 @@ async def test_a_damaged_frame_is_the_error_of_its_run(model: VLLM, expected: to
             await asyncio.to_thread(foreign, address, [frames.encode(damaged, [])[0], b"\x00" * 100])
             with pytest.raises(ValuesLostError, match="came damaged"):
                 await run.result
-        await others.check(expected)
+        await others.check(hf)
     await drained(model)
 
 
-async def test_a_socket_file_that_is_unlinked_is_missed_by_nobody(model: VLLM, expected: torch.Tensor) -> None:
-    async with going(model) as (_, reading):
+async def test_a_socket_file_that_is_unlinked_is_missed_by_nobody(model: VLLM, tmp_path: Path, hf: Any) -> None:
+    async with going(model, tmp_path) as (_, reading):
         file_of(inbox_of(model).address).unlink()
-        await reading.check(expected)
+        await reading.check(hf)
 
 
-async def test_a_socket_that_is_closed_in_the_client_is_replaced(model: VLLM, expected: torch.Tensor) -> None:
+async def test_a_socket_that_is_closed_in_the_client_is_replaced(model: VLLM, tmp_path: Path, hf: Any) -> None:
     before = inbox_of(model).address
-    async with going(model) as (run, _):
+    async with going(model, tmp_path) as (run, _):
         plain = asyncio.ensure_future(model.generate(PROMPT, **SAMPLING))
         in_engine(model, inbox_of(model)._socket.close)
         with pytest.raises(ValuesLostError, match="were lost"):
             await run.result
-        assert (await plain)[0].outputs[0].token_ids == expected.argmax(-1).tolist()
+        assert (await plain)[0].outputs[0].token_ids == generation(hf, PROMPT, STEPS).ids
     assert inbox_of(model).address != before
-    await check_whole(model, expected)
+    await check_whole(model, tmp_path, hf)
     await drained(model)
 
 
-async def test_a_socket_that_is_closed_in_the_worker_is_replaced(model: VLLM, expected: torch.Tensor) -> None:
-    await check_whole(model, expected)  # and so the worker knows the inbox of the test before
-    async with going(model, close_socket) as (_, reading):
-        await reading.check(expected)
+async def test_a_socket_that_is_closed_in_the_worker_is_replaced(model: VLLM, tmp_path: Path, hf: Any) -> None:
+    await check_whole(model, tmp_path, hf)  # and so the worker knows the inbox of the test before
+    async with going(model, tmp_path, closing_the_socket) as (_, reading):
+        await reading.there(3)
+        await reading.check(hf)
 
 
-async def test_a_worker_that_cannot_reach_the_client_any_more(model: VLLM, expected: torch.Tensor) -> None:
+async def test_a_worker_that_cannot_reach_the_client_any_more(model: VLLM, tmp_path: Path, hf: Any) -> None:
     inbox = inbox_of(model)
     before = inbox.address
-    async with going(model, close_socket) as (run, _):
+    async with going(model, tmp_path, closing_the_socket) as (run, reading):
+        await reading.there(3)
         file_of(before).unlink()
+        reading.tell()
         with pytest.raises(ValuesLostError, match="step 4 were lost"):
             await run.result
         assert len(run._job.tokens) == 4
-    await check_whole(model, expected)
+    await check_whole(model, tmp_path, hf)
     assert inbox.address != before
     await drained(model)
 
