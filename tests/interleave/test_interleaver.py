@@ -332,7 +332,7 @@ def test_modes_left_on_are_taken_back():
 
 
 def test_an_endless_loop_is_ended():
-    bench = Bench()
+    bench = Bench(timeout=0.5)
 
     def endless(m, t):
         while True:
@@ -353,7 +353,7 @@ def test_an_endless_loop_is_ended():
 
 
 def test_a_block_that_catches_everything_is_abandoned():
-    bench = Bench()
+    bench = Bench(timeout=0.5)
     counts = [0, 0]
 
     def deaf(m, t):
@@ -394,7 +394,7 @@ def test_a_block_that_catches_everything_is_abandoned():
 
 @pytest.mark.parametrize("wait", [lambda: time.sleep(1000), threading.Event().wait, lambda: input_of_a_pipe()])
 def test_a_block_that_waits_is_ended(wait):
-    bench = Bench()
+    bench = Bench(timeout=0.5)
     run = bench.add(1, lambda m, t: wait(), 1)
     bench.step({1: rows(1, 1)})
     assert isinstance(run.error, BlockTimeoutError)
@@ -406,7 +406,7 @@ def input_of_a_pipe() -> bytes:
 
 
 def test_an_endless_loop_while_it_is_unwound():
-    bench = Bench()
+    bench = Bench(timeout=0.5)
 
     def block(m, t):
         try:

@@ -57,7 +57,8 @@ def order_of(model: torch.nn.Module) -> Order:
 class Bench:
     """Runs steps of the toy model for several requests with blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float = 120.0) -> None:
+        self._timeout = timeout
         self.model = Toy().eval()
         self.reports: list[tuple[int, int, list[Any], bool]] = []
         self.interleaver = Interleaver(self.model, order_of(self.model), self._report, limits=Limits(16, 64))
@@ -67,7 +68,7 @@ class Bench:
         self.reports.append((run.key, run.step, [] if run.error else run.saves.collect(), run.over))
 
     def add(self, key: int, program: Callable[[Any, Any], object], rows: int) -> BlockRun:
-        run = BlockRun(key, self.interleaver, rows, timeout=0.5)
+        run = BlockRun(key, self.interleaver, rows, timeout=self._timeout)
         run.program = program
         self.runs[key] = run
         return run
