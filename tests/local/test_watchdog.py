@@ -18,7 +18,7 @@ PROMPT = [5, 17, 101, 9, 33]
 
 @pytest.fixture(scope="module")
 def hasty(llama):
-    with TransformersModel(llama, block_timeout=0.3) as model:
+    with TransformersModel(llama, block_timeout=1.0) as model:
         yield model
 
 
@@ -31,7 +31,7 @@ def and_others_go_on(hasty, hf):
 
 
 def test_an_endless_loop(hasty):
-    with pytest.raises(BlockTimeoutError, match=r"more than 0\.3 s") as caught, hasty.trace(PROMPT):  # noqa: PT012
+    with pytest.raises(BlockTimeoutError, match=r"more than 1 s") as caught, hasty.trace(PROMPT):  # noqa: PT012
         hidden = hasty.model.layers[1].output
         while True:
             pass
@@ -63,7 +63,7 @@ def test_one_invoke_of_two(hasty, hf):
 
 def test_a_call_that_waits_is_ended_when_it_comes_back(hasty):
     with pytest.raises(BlockTimeoutError), hasty.trace(PROMPT):  # noqa: PT012
-        time.sleep(0.6)
+        time.sleep(1.5)
         never = hasty.logits.save()
 
 
