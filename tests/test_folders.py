@@ -26,7 +26,7 @@ def test_of_many_that_publish_at_once_one_wins_and_all_use_it(tmp_path: Path) ->
     together = threading.Barrier(4)
 
     def fill(draft: Path) -> None:
-        together.wait(timeout=10)
+        together.wait(timeout=60)
         (draft / "author").write_text(str(threading.get_ident()))
 
     with ThreadPoolExecutor(4) as pool:

@@ -50,7 +50,7 @@ def serve() -> Iterator[Callable[[Any], str]]:
     yield begin
     for server, thread, listening in servers:
         server.should_exit = True
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
         listening.close()
 

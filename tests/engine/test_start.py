@@ -16,7 +16,7 @@ from nnsight_async import VLLM, EngineStartError, NNsightError
 from nnsight_async.testing.engine import tiny_engine_args
 
 PROMPT = [5, 17, 101]
-PATIENCE = 20  # seconds
+PATIENCE = 60  # seconds
 
 
 @pytest.fixture(autouse=True)

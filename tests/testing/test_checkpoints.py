@@ -123,5 +123,5 @@ def plain_vllm(name: str, folder: Path, extra: dict[str, str]) -> dict:
         str(answer),
     ]
     environment = {**os.environ, **quiet_environment(), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", **extra}
-    subprocess.run(command, env=environment, check=True, timeout=180)
+    subprocess.run(command, env=environment, check=True, timeout=500)
     return json.loads(answer.read_text())
