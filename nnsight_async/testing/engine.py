@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-DRAINED_WITHIN = 30.0  # seconds
+DRAINED_WITHIN = 60.0  # seconds
 HELD = ("client_runs", "client_tasks", "runs", "waiting", "entered", "watched")
 
 

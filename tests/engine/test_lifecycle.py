@@ -16,9 +16,9 @@ import pytest
 
 from nnsight_async import VLLM, EngineClosedError, EngineDeadError
 from nnsight_async.testing.engine import tiny_engine_args
+from tests.conftest import LONG, engine_args_for_long
 
 PROMPT = [5, 17, 101]
-LONG = {"max_tokens": 250, "ignore_eos": True}
 PATIENCE = 60.0  # seconds
 
 
@@ -88,7 +88,7 @@ CALLS: dict[str, Callable[[VLLM], Awaitable[Any]]] = {
 
 
 async def test_an_engine_whose_worker_is_killed(llama: str) -> None:
-    model = VLLM(llama, mode="async", **{**tiny_engine_args(), "distributed_executor_backend": "mp"})
+    model = VLLM(llama, mode="async", **{**engine_args_for_long(), "distributed_executor_backend": "mp"})
     async with asyncio.timeout(300):
         await model.dispatch()
         processes, worker = family(model), worker_of(model)
@@ -114,7 +114,7 @@ async def test_an_engine_whose_worker_is_killed(llama: str) -> None:
 
 
 async def test_an_engine_whose_core_is_killed_and_the_next_one(llama: str) -> None:
-    model = VLLM(llama, mode="async", **tiny_engine_args())
+    model = VLLM(llama, mode="async", **engine_args_for_long())
     async with asyncio.timeout(300), model:
         async with model.trace(PROMPT, **LONG) as tracer:
             for _ in tracer.iter[:]:

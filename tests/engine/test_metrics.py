@@ -14,7 +14,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from nnsight_async import VLLM
 from nnsight_async.engine.metrics import COUNTERS, OUTCOMES, PREFIX
 from nnsight_async.testing.engine import drained
+from tests.conftest import LONG
 from tests.engine.borrowed import borrowed
+from tests.engine.rest import at_rest
 
 PROMPT = [5, 17, 101]
 SAMPLING: dict[str, Any] = {"max_tokens": 4, "ignore_eos": True}
@@ -43,13 +45,13 @@ def fail(model: Any, tracer: Any) -> None:
 async def test_a_scrape_says_what_stats_says(model: VLLM) -> None:
     registry = CollectorRegistry()
     watched = borrowed(model, metrics=registry, served_model_name="tiny")
-    before = await drained(model)
+    before = await at_rest(model)
     await watched.run(PROMPT, read_logits, **SAMPLING)
     with pytest.raises(ZeroDivisionError):
         await watched.run(PROMPT, fail, **SAMPLING)
-    async with watched.run(PROMPT, read_logits, max_tokens=200, ignore_eos=True) as run:
+    async with watched.run(PROMPT, read_logits, **LONG) as run:
         await anext(run.stream())
-    after = await drained(model)
+    after = await at_rest(model)
 
     samples = scrape(registry)
 
@@ -76,6 +78,7 @@ async def test_nothing_is_asked_of_the_engine_but_by_a_scrape(model: VLLM, monke
     assert asked == [1]
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_a_scrape_does_not_wait_for_a_block(model: VLLM, tmp_path: Path) -> None:
     asyncio.run(drained(model))
     registry = CollectorRegistry()

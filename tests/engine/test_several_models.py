@@ -12,8 +12,9 @@ import torch
 
 from nnsight_async import VLLM, EngineClosedError, EngineDeadError, UnsupportedError
 from nnsight_async.testing import hf_model, tiny_checkpoint
-from nnsight_async.testing.engine import drained, tiny_engine_args
+from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import Generation, generation
+from tests.conftest import LONG, engine_args_for_long
 from tests.engine.test_lifecycle import core_of
 
 PROMPTS = [[5, 17, 101], [9, 8, 7, 6, 300], [44, 2, 91, 12]]
@@ -68,14 +69,14 @@ async def check_interleaved(models: dict[str, VLLM], expected: dict[str, list[Ge
 @asynccontextmanager
 async def endless(model: VLLM) -> AsyncIterator[Any]:
     """A run that will not end by itself, under way."""
-    async with model.run(PROMPTS[0], forever, max_tokens=250, ignore_eos=True) as run:
+    async with model.run(PROMPTS[0], forever, **LONG) as run:
         stream = run.saves["logits"].stream()
         await anext(stream)
         yield run
 
 
 async def test_two_models_at_the_same_time(expected: dict[str, list[Generation]]) -> None:
-    models = {name: VLLM(tiny_checkpoint(name), mode="async", **tiny_engine_args()) for name in NAMES}
+    models = {name: VLLM(tiny_checkpoint(name), mode="async", **engine_args_for_long()) for name in NAMES}
     llama, qwen3 = models.values()
     async with asyncio.timeout(WITHIN), llama, qwen3:
         await asyncio.gather(*(model.dispatch() for model in models.values()))
@@ -91,7 +92,7 @@ async def test_two_models_at_the_same_time(expected: dict[str, list[Generation]]
                 await run.result
         await check_interleaved({"llama": llama}, expected)
 
-        async with VLLM(tiny_checkpoint("qwen3"), mode="async", **tiny_engine_args()) as another:
+        async with VLLM(tiny_checkpoint("qwen3"), mode="async", **engine_args_for_long()) as another:
             await check_interleaved({"llama": llama, "qwen3": another}, expected)
             async with endless(another) as run, asyncio.TaskGroup() as tasks:
                 for number in range(len(PROMPTS)):

@@ -20,6 +20,7 @@ from opentelemetry.trace import StatusCode
 
 from nnsight_async import VLLM, RunCancelledError
 from nnsight_async.testing.engine import drained
+from tests.conftest import LONG
 from tests.engine.borrowed import borrowed
 
 PROMPT = [5, 17, 101]
@@ -106,7 +107,7 @@ async def test_the_span_of_a_run_that_fails(model: VLLM, exported: Exported) -> 
 
 async def test_the_span_of_a_run_that_is_cancelled(model: VLLM, exported: Exported) -> None:
     traced = borrowed(model, spans=exported.provider)
-    async with traced.run(PROMPT, read_logits, max_tokens=200, ignore_eos=True) as run:
+    async with traced.run(PROMPT, read_logits, **LONG) as run:
         await anext(run.stream())
     with pytest.raises(RunCancelledError):
         await run.result

@@ -6,6 +6,8 @@ import pytest
 
 from nnsight_async import VLLM, RunCancelledError
 from nnsight_async.testing.engine import HELD, drained
+from tests.conftest import LONG
+from tests.engine.rest import at_rest
 
 PROMPT = [5, 17, 101]
 LOGITS = 512 * 4  # bytes in a step
@@ -14,17 +16,17 @@ COUNTED += ("messages", "frames", "bytes", "damaged", "steps", "block_seconds", 
 
 
 async def test_each_run_is_counted_once_by_how_it_ended(model: VLLM) -> None:
-    before = await drained(model)
+    before = await at_rest(model)
 
     async with model.trace(PROMPT, max_tokens=3, ignore_eos=True) as good:
         for _ in good.iter[:]:
             model.logits.save()
     await good.result
-    async with model.trace(PROMPT, max_tokens=3) as bad:
+    async with model.trace(PROMPT, **LONG) as bad:
         1 / 0
     with pytest.raises(ZeroDivisionError):
         await bad.result
-    async with model.trace(PROMPT, max_tokens=200, ignore_eos=True) as left:
+    async with model.trace(PROMPT, **LONG) as left:
         for _ in left.iter[:]:
             logits = model.logits.save()
     await anext(logits.stream())
@@ -59,7 +61,7 @@ async def test_each_run_is_counted_once_by_how_it_ended(model: VLLM) -> None:
 
 
 async def test_plain_requests_have_no_part_in_what_blocks_take(model: VLLM) -> None:
-    before = await drained(model)
+    before = await at_rest(model)
     await model.generate([PROMPT, PROMPT], max_tokens=8, ignore_eos=True)
     after = await drained(model)
 

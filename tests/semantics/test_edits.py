@@ -12,13 +12,13 @@ import torch
 from nnsight_async import OutsideBlockError, SaveError, SurfaceError, save
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
+from tests.conftest import LONG
 
 pytestmark = pytest.mark.backends("vllm", "transformers")
 
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 STEPS = 5
 GREEDY = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
-LONG = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 VECTOR = 3 * torch.randn(128, generator=torch.Generator().manual_seed(3))
 
@@ -376,7 +376,9 @@ async def test_a_block_that_cannot_be_loaded_is_told_when_it_is_installed(model,
 # -- clearing ----------------------------------------------------------------------------------------------------------
 
 
-async def test_clearing_is_complete_for_requests_that_go_on(model):
+async def test_clearing_is_complete_for_requests_that_go_on(model, tmp_path):
+    cleared = tmp_path / "cleared"
+
     def writes_sevens(model: Any, tracer: Any) -> None:
         for step in tracer.iter[:]:
             model.model.layers[1].resid_post[:] = 7.0
@@ -388,6 +390,8 @@ async def test_clearing_is_complete_for_requests_that_go_on(model):
             now = step
             save(now, "now")
             sevens = save(bool((model.model.layers[1].resid_post == 7.0).all()))
+            if cleared.exists():
+                tracer.stop()
     stream = tracer.stream()
     first = [await anext(stream) for _ in range(3)]
     assert all(token.saves["sevens"] for token in first)
@@ -395,11 +399,13 @@ async def test_clearing_is_complete_for_requests_that_go_on(model):
     async with model.trace(PROMPT, max_tokens=1) as later:  # a step that began after the call
         untouched = save(bool((model.model.layers[1].resid_post == 7.0).any()))
     assert not await untouched
+    cleared.touch()
     rest = [token async for token in stream]
     with_it = [token.index for token in (*first, *rest) if "edited" in token.saves]
     assert with_it == list(range(len(with_it)))
-    assert len(with_it) < 200
-    assert [token.saves["sevens"] for token in (*first, *rest)] == [n < len(with_it) for n in range(200)]
+    assert len(with_it) < len(first) + len(rest)
+    sevens_seen = [token.saves["sevens"] for token in (*first, *rest)]
+    assert sevens_seen == [n < len(with_it) for n in range(len(sevens_seen))]
     assert await sevens is False
     await drained(model)
 
@@ -470,7 +476,7 @@ class Gate:
 
 
 async def becomes(model: Any, edits: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while (await model.stats())["edits"] != edits:
             pass
 

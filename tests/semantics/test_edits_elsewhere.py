@@ -16,6 +16,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 from nnsight_async.runs.shipment import KEY
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
+from tests.conftest import LONG
 
 pytestmark = pytest.mark.backends("vllm")
 
@@ -155,7 +156,7 @@ async def test_a_caller_who_leaves(model):
     await model.edit(steers)
 
     async def some() -> None:
-        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        params = SamplingParams(**LONG)
         stream = model.vllm_entrypoint.generate({"prompt_token_ids": PROMPT}, params, "left")
         async for _ in stream:
             break

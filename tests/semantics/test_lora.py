@@ -19,6 +19,7 @@ from vllm.lora.request import LoRARequest
 from nnsight_async import VLLM, AdapterError
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
+from tests.conftest import LONG, engine_args_for_long
 from tests.semantics.conftest import build
 
 pytestmark = pytest.mark.backends("vllm")
@@ -26,7 +27,6 @@ pytestmark = pytest.mark.backends("vllm")
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 STEPS = 4
 GREEDY = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
-LONG = {"temperature": 0.0, "ignore_eos": True}
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 RANK, ALPHA = 4, 8
 BLOCK = 32
@@ -35,9 +35,8 @@ ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 @pytest.fixture(scope="module")
 def adapted() -> Iterator[VLLM]:
-    model = build(
-        "llama", enable_lora=True, max_lora_rank=RANK * 2, max_loras=3, enable_prefix_caching=True, block_size=BLOCK
-    )
+    args = {**engine_args_for_long(), "enable_prefix_caching": True, "block_size": BLOCK}
+    model = build("llama", enable_lora=True, max_lora_rank=RANK * 2, max_loras=3, **args)
     yield model
     model.close()
 
@@ -119,7 +118,9 @@ async def test_an_adapter_in_use_needs_its_files_no_more(hf, merges, tmp_path):
     first, second = LoRARequest("first", 1, folder), LoRARequest("second", 2, write(hf, tmp_path / "second", 2))
     model = build("llama", enable_lora=True, max_lora_rank=RANK * 2, max_loras=1)
     try:
-        async with model.run(PROMPT, lambda model, tracer: None, lora_request=first, max_tokens=60, **LONG) as run:
+        async with model.run(
+            PROMPT, lambda model, tracer: None, lora_request=first, **{**GREEDY, "max_tokens": 60}
+        ) as run:
             ids = []
             async for token in run.stream():
                 ids.append(token.id)
@@ -287,17 +288,21 @@ async def test_no_request_reads_prefixes_of_weights_that_were_exchanged(adapted,
 
 async def test_an_adapter_that_requests_use_stays(adapted, hf, tmp_path):
     """Another one of its number would take its place in their next step."""
-    lora, steps = LoRARequest("used", 8, write(hf, tmp_path / "used", 8)), 100
-    async with adapted.trace(PROMPT, lora_request=lora, **{**GREEDY, "max_tokens": steps}) as tracer:
-        for _ in tracer.iter[:]:
+    lora, refused = LoRARequest("used", 8, write(hf, tmp_path / "used", 8)), tmp_path / "refused"
+    async with adapted.trace(PROMPT, lora_request=lora, **LONG) as tracer:
+        for step in tracer.iter[:]:
             logits = adapted.logits.save()
-    llm, params = adapted.vllm_entrypoint, SamplingParams(**{**GREEDY, "max_tokens": steps})
+            if step >= 20 and refused.exists():
+                tracer.stop()
+    llm, params = adapted.vllm_entrypoint, SamplingParams(**LONG)
     stream = tracer.stream()
     await anext(stream)
     with pytest.raises(AdapterError, match=r"adapter 8 is used by requests that still go \(1\)"):
         await adapted.remove_lora(8)
-    wanted = generation(merged(hf, lora.lora_path), PROMPT, steps).ids
-    assert list((await tracer.result).outputs[0].token_ids) == wanted
+    refused.touch()
+    ids = list((await tracer.result).outputs[0].token_ids)
+    wanted = generation(merged(hf, lora.lora_path), PROMPT, len(ids)).ids
+    assert ids == wanted
     assert int((await logits).argmax()) == wanted[-1]
 
     async def from_elsewhere() -> None:
@@ -309,7 +314,7 @@ async def test_an_adapter_that_requests_use_stays(adapted, hf, tmp_path):
 
     await asyncio.wrap_future(adapted._engine.call(from_elsewhere()))
     await drained(adapted)
-    async with adapted.trace(PROMPT, lora_request=lora, **{**GREEDY, "max_tokens": steps}) as tracer:
+    async with adapted.trace(PROMPT, lora_request=lora, **LONG) as tracer:
         adapted.logits.save()
     await anext(tracer.stream())  # which ends with this line
     assert await adapted.remove_lora(8)

@@ -12,12 +12,12 @@ import torch
 from nnsight_async import SurfaceError
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
+from tests.conftest import LONG
 
 pytestmark = pytest.mark.backends("vllm", "transformers")
 
 STEPS = 3
 GREEDY: dict[str, Any] = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
-LONG: dict[str, Any] = {**GREEDY, "max_tokens": 200}
 
 
 def prompts(number: int) -> list[list[int]]:
@@ -59,15 +59,24 @@ async def test_the_same_awaited(model, hf):
         assert ids(result.output) == generation(hf, given[result.index], STEPS).ids
 
 
-def test_results_come_as_they_end_or_in_order(model):
-    def waits(model: Any, tracer: Any) -> None:
-        if int(model.model.embed_tokens.input[0]) != 4:
-            tracer.stop()
+def test_results_come_as_they_end_or_in_order(model, tmp_path):
+    others_are_there = tmp_path / "there"
 
-    given = prompts(6)
-    as_they_end = [result.index for result in model.map(given, waits, **LONG)]
+    def waits(model: Any, tracer: Any) -> None:
+        first = int(model.model.embed_tokens.input[0])
+        for _ in tracer.iter[:]:
+            if first != 4 or others_are_there.exists():
+                tracer.stop()
+
+    given, as_they_end = prompts(6), []
+    for result in model.map(given, waits, **LONG):
+        as_they_end.append(result.index)
+        if len(as_they_end) == 5:
+            others_are_there.touch()
     assert as_they_end[-1] == 0
-    assert [result.index for result in model.map(given, waits, ordered=True, **LONG)] == list(range(6))
+    others_are_there.unlink()
+    in_order = model.map(given, waits, ordered=True, **{**LONG, "max_tokens": 50})
+    assert [result.index for result in in_order] == list(range(6))
 
 
 class Watched:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -56,10 +57,20 @@ async def in_time(model: VLLM, rows: torch.Tensor) -> None:
     torch.testing.assert_close(torch.stack(found), rows, rtol=1e-4, atol=1e-4)
 
 
-async def test_a_slow_reader_fails_alone(model, rows, limited):
+@pytest.mark.usefixtures("unhurried")
+async def test_a_slow_reader_fails_alone(model, rows, limited, tmp_path):
+    opened = tmp_path / "opened"
+
+    def reads_when_opened(model: Any, tracer: Any) -> None:
+        while not opened.exists():
+            time.sleep(0.01)
+        for _ in tracer.iter[:]:
+            tracer.save(model.model.layers[1].resid_post[-1], "row")
+
     limited(6 * ROW, "fail")
-    async with model.run(PROMPT, reads, **SAMPLING) as run:
+    async with model.run(PROMPT, reads_when_opened, **SAMPLING) as run:
         stream = run.stream()
+        opened.touch()
         first = await anext(stream)
         with pytest.raises(SlowConsumerError):
             await run.result  # the stream is not read meanwhile

@@ -14,11 +14,11 @@ import uvloop
 from nnsight_async import NotSavedError, RunCancelledError, Saved, save
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
+from tests.conftest import LONG
 
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 STEPS = 6
 GREEDY = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
-LONG = {"max_tokens": 200, "temperature": 0.0, "ignore_eos": True}
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
@@ -319,7 +319,7 @@ WAYS = [
 
 @pytest.mark.parametrize("leave", WAYS, ids=lambda way: way.__name__.removeprefix("leave_by_"))
 async def test_leaving_early_frees_the_worker_at_once(model, leave):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         tracer = await traced(model)
         await leave(tracer)
         await drained(model)
@@ -328,10 +328,13 @@ async def test_leaving_early_frees_the_worker_at_once(model, leave):
                 await waited
 
 
-async def test_one_of_several_readers_who_leaves_aborts_nothing(model, expected):
-    async with model.trace(PROMPT, **GREEDY) as tracer:
-        for _ in tracer.iter[:]:
+async def test_one_of_several_readers_who_leaves_aborts_nothing(model, expected, tmp_path):
+    left = tmp_path / "left"
+    async with model.trace(PROMPT, **LONG) as tracer:
+        for step in tracer.iter[:]:
             logits = model.logits.save()
+            if step >= STEPS - 1 and left.exists():
+                tracer.stop()
     waiting = asyncio.ensure_future(tracer.result)
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(logits, 0)
@@ -339,7 +342,9 @@ async def test_one_of_several_readers_who_leaves_aborts_nothing(model, expected)
         break
     with pytest.raises(TimeoutError):
         await asyncio.to_thread(logits.result, 0)
-    assert list((await waiting).outputs[0].token_ids) == expected.ids
+    left.touch()
+    completion = (await waiting).outputs[0]
+    assert (completion.finish_reason, list(completion.token_ids)[:STEPS]) == ("stop", expected.ids)
 
 
 async def test_a_shielded_wait_aborts_nothing(model, expected):
@@ -389,13 +394,16 @@ async def test_a_neighbour_of_those_who_leave(model, expected):
 
 
 async def test_a_slow_consumer_holds_up_nobody(model, expected):
-    slow = await traced(model)
+    steps = 200
+    async with model.trace(PROMPT, **{**LONG, "max_tokens": steps}) as slow:
+        for _ in slow.iter[:]:
+            logits = model.logits.save()
     stream = slow.stream()
     await anext(stream)
     async with model.run(PROMPT, reads_logits, **GREEDY) as quick:
         assert list((await quick.result).outputs[0].token_ids) == expected.ids
     rest = [token async for token in stream]
-    assert len(rest) == LONG["max_tokens"] - 1
+    assert len(rest) == steps - 1
 
 
 # -- loops and threads -------------------------------------------------------------------------------------------------
@@ -434,7 +442,7 @@ def test_threads_with_traces_and_loops_at_the_same_time(model, expected):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=120)
     assert sorted(found) == list(range(6))
     for ids, logits in found.values():
         assert ids == expected.ids

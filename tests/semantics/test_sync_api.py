@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from nnsight_async import VLLM, EngineClosedError, OutsideBlockError, RunCancelledError, SurfaceError, save
-from nnsight_async.testing.engine import tiny_engine_args
 from nnsight_async.testing.oracle import generation
+from tests.conftest import LONG, engine_args_for_long
 
 pytestmark = pytest.mark.backends("vllm")
 
@@ -28,7 +28,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 @pytest.fixture(scope="module")
 def lazy(llama: str) -> Iterator[VLLM]:
-    model = VLLM(llama, **tiny_engine_args())
+    model = VLLM(llama, **engine_args_for_long())
     yield model
     model.close()
 
@@ -115,7 +115,7 @@ def test_the_function_form_and_plain_requests(lazy, hf):
 
 
 def test_leaving_the_stream_of_a_run_early(lazy):
-    run = lazy.run(PROMPT, lambda model, tracer: model.logits, max_tokens=250, **GREEDY)
+    run = lazy.run(PROMPT, lambda model, tracer: model.logits, **LONG)
     for _ in run.stream():
         break
     with pytest.raises(RunCancelledError):
@@ -146,7 +146,7 @@ def test_closing_ends_what_goes_on_and_all_after(lazy):
     begun = threading.Event()
 
     def goes_on() -> None:
-        run = lazy.run(PROMPT, lambda model, tracer: model.logits, max_tokens=250, **GREEDY)
+        run = lazy.run(PROMPT, lambda model, tracer: model.logits, **LONG)
         try:
             for _ in run.stream():
                 begun.set()
@@ -155,15 +155,15 @@ def test_closing_ends_what_goes_on_and_all_after(lazy):
 
     thread = threading.Thread(target=goes_on)
     thread.start()
-    assert begun.wait(timeout=30)
+    assert begun.wait(timeout=120)
     processes = psutil.Process(lazy_core(lazy)).children(recursive=True)
     lazy.close()
     lazy.close()
-    thread.join(timeout=30)
+    thread.join(timeout=60)
     assert [type(error) for error in failures] == [EngineClosedError]
     assert not lazy.dispatched
     assert lazy.vllm_entrypoint is None
-    _, left = psutil.wait_procs(processes, timeout=10)
+    _, left = psutil.wait_procs(processes, timeout=60)
     assert not left
     for use in (lambda: lazy.generate(PROMPT), lazy.dispatch, lazy.stats, lambda: traced(lazy)):
         with pytest.raises(EngineClosedError):
@@ -207,7 +207,7 @@ def script(folder: Path, **parts: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, str(file)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=500,
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
@@ -223,7 +223,7 @@ def test_a_script_ends_quietly_without_close(tmp_path, hf):
     assert processes
     mentioned = set(map(int, processes.split()))
     running = [process for process in psutil.process_iter() if process.pid in mentioned]  # one may end a moment later
-    _, left = psutil.wait_procs(running, timeout=10)
+    _, left = psutil.wait_procs(running, timeout=60)
     assert not left
 
 

@@ -20,9 +20,7 @@ KEYS = {
     "eve": {"key": "the-key-of-eve", "scopes": ["trace"]},
     "root": {"key": "the-key-of-root", "scopes": ["trace", "edit", "python", "admin"]},
 }
-LIMITS = ServerLimits(
-    body=1 << 20, upload_seconds=2.0, runs=8, head_seconds=2.0, beat=0.2, edits=2, uploads=5 << 19, block_bytes=1 << 28
-)
+LIMITS = ServerLimits(body=1 << 20, runs=8, head_seconds=60.0, beat=0.2, edits=2, uploads=5 << 19, block_bytes=1 << 28)
 
 
 def key(name: str) -> str:

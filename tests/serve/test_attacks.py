@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import socket
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -20,8 +22,10 @@ from nnsight_async.runs.carried import rebuilt
 from nnsight_async.runs.shipment import KEY
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import wire
+from nnsight_async.serve.server import Server
 from nnsight_async.testing.engine import drained
 from nnsight_async.tree.manifest import Manifest, ModuleInfo
+from tests.conftest import LONG as FOR_LONG
 from tests.serve.conftest import LIMITS, key
 
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
@@ -41,7 +45,7 @@ def bearer(name: str) -> dict[str, str]:
 
 @pytest.fixture
 async def http(guarded_server: Any) -> Any:
-    async with httpx.AsyncClient(base_url=guarded_server.url, timeout=30) as client:
+    async with httpx.AsyncClient(base_url=guarded_server.url, timeout=60) as client:
         yield client
 
 
@@ -228,7 +232,7 @@ async def test_what_an_edit_says_is_its_makers_to_hear(guarded_server, http, lla
 
 @pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"origin": "https://evil.example"}, {"origin": "null"}])
 async def test_pages_of_others_reach_no_server_without_keys(open_server, headers):
-    async with httpx.AsyncClient(base_url=open_server.url) as http:
+    async with httpx.AsyncClient(base_url=open_server.url, timeout=60) as http:
         for method, path in (("GET", "/nnsight/v1/model"), ("POST", "/nnsight/v1/runs"), ("POST", "/v1/completions")):
             answer = await http.request(method, path, headers=headers)
             assert answer.status_code == 403
@@ -243,7 +247,7 @@ async def test_a_pickle_is_run_nowhere_but_in_the_worker_of_a_server_that_was_to
     payload = PYTHON + pickle.dumps(Bomb(str(mark)))
     tensor = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
     python = a_run(block={"type": "python"})
-    async with httpx.AsyncClient(base_url=data_server.url) as plain:
+    async with httpx.AsyncClient(base_url=data_server.url, timeout=60) as plain:
         for asked in (wire.encode(python, [tensor]), payload, wire.encode(payload), wire.encode(a_run(prompt=payload))):
             answer = await plain.post("/nnsight/v1/runs", content=asked, headers=TYPED)
             assert answer.status_code in (400, 403)
@@ -499,17 +503,23 @@ async def test_a_request_of_a_form_is_none(http, open_server):
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-async def test_who_dawdles_is_let_go(guarded_server):
-    port = int(guarded_server.url.rpartition(":")[2])
+@pytest.fixture
+def hasty_server(vllm_model: VLLM) -> Iterator[Server]:
+    with Server(vllm_model, limits=replace(LIMITS, head_seconds=1.0, upload_seconds=1.0)) as server:
+        yield server
+
+
+async def test_who_dawdles_is_let_go(hasty_server):
+    port = int(hasty_server.url.rpartition(":")[2])
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET /health HTTP/1.1\r\nX: ")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await reader.read() == b""  # the head never came
     writer.close()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /nnsight/v1/runs HTTP/1.1\r\nHost: x\r\nContent-Type: {wire.CONTENT_TYPE}\r\nContent-Length: 1000\r\n"
-    writer.write(f"{head}Authorization: Bearer {key('ann')}\r\n\r\nnns".encode())
-    async with asyncio.timeout(20):
+    head = f"POST /nnsight/v1/runs HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {wire.CONTENT_TYPE}\r\n"
+    writer.write(f"{head}Content-Length: 1000\r\n\r\nnns".encode())
+    async with asyncio.timeout(60):
         assert b" 408 " in await reader.readline()
     writer.close()
 
@@ -518,7 +528,7 @@ async def test_a_key_has_so_many_runs_at_a_time(guarded_server, vllm_model, llam
     async with VLLM(llama, mode="async", serve=guarded_server.url, api_key=key("ann")) as model:
         tracers = []
         for _ in range(LIMITS.runs):
-            async with model.trace(PROMPT, max_tokens=240, ignore_eos=True) as tracer:
+            async with model.trace(PROMPT, **FOR_LONG) as tracer:
                 x = model.samples.save()
             tracers.append(tracer)
         streams = [tracer.stream() for tracer in tracers]
@@ -558,7 +568,7 @@ async def all_leave(server: Any, model: VLLM, count: int) -> None:
             {"kind": "steps", "body": [statement({"kind": "read", "part": "resid_post", "path": "model.layers.2"})]}
         ],
     }
-    bodies = [wire.encode(a_run(block=block, sampling={"max_tokens": 200, "ignore_eos": True})) for _ in range(count)]
+    bodies = [wire.encode(a_run(block=block, sampling=FOR_LONG)) for _ in range(count)]
     for start in range(0, count, 50):
         await asyncio.gather(
             *(leave(port, body, (0, 20, 500)[at % 3]) for at, body in enumerate(bodies[start : start + 50]))
@@ -641,7 +651,7 @@ async def test_errors_say_no_more_than_they_must(data_server, llama):
             print("here")
         with pytest.raises(CaptureError, match="takes blocks of declared operations alone"):
             await tracer.result
-    async with httpx.AsyncClient(base_url=data_server.url) as http:
+    async with httpx.AsyncClient(base_url=data_server.url, timeout=60) as http:
         block = {"type": "declared", "statements": [statement({"kind": "variable", "name": "unbound"})]}
         answer = await http.post("/nnsight/v1/runs", content=wire.encode(a_run(block=block)), headers=TYPED)
         assert b"site-packages" not in answer.content
@@ -650,7 +660,7 @@ async def test_errors_say_no_more_than_they_must(data_server, llama):
 
 
 async def test_json_is_checked_as_well(data_server):
-    async with httpx.AsyncClient(base_url=data_server.url) as http:
+    async with httpx.AsyncClient(base_url=data_server.url, timeout=60) as http:
         for body in (b"[]", b"{", b'{"prompt": 1}', b'{"prompt": "x", "more": 1}', b"[" * 100_000, json.dumps(
             {"prompt": "x", "statements": [statement({"kind": "function", "name": "eval"})]}).encode()):  # fmt: skip
             answer = await http.post("/nnsight/v1/stream", content=body, headers={"content-type": "application/json"})

@@ -53,7 +53,7 @@ async def test_it_serves_traces_and_the_openai_api(process: Any, llama: str) -> 
             print("no --allow-python")
         with pytest.raises(CaptureError, match="cannot travel as data"):
             await tracer.result
-    async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {KEY}"}) as http:
+    async with httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {KEY}"}, timeout=60) as http:
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "tiny"
 
 

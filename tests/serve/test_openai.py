@@ -18,6 +18,7 @@ from openai import AsyncOpenAI
 from nnsight_async import VLLM
 from nnsight_async.serve import page
 from nnsight_async.testing import hf_model
+from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
 from tests.serve.conftest import key
 
@@ -87,8 +88,9 @@ async def test_requests_of_the_openai_api_run_the_edits(openai, guarded_server, 
         assert await ids() == before
 
 
-async def test_what_else_is_there(data_server):
-    async with httpx.AsyncClient(base_url=data_server.url, timeout=30) as http:
+async def test_what_else_is_there(data_server, vllm_model):
+    await drained(vllm_model)
+    async with httpx.AsyncClient(base_url=data_server.url, timeout=60) as http:
         assert (await http.get("/health")).status_code == 200
         assert "# HELP" in (await http.get("/metrics")).text
         schema = (await http.get("/openapi.json")).json()
@@ -143,7 +145,7 @@ async def test_the_page_shows_what_its_script_asks_for(data_server, hf, script):
         "lens": [int((row > row[token]).sum()) for row, token in zip(rows, plain.ids, strict=True)],
     }
     sampling = {"max_tokens": STEPS, "temperature": 0.0, "ignore_eos": True}
-    async with httpx.AsyncClient(base_url=data_server.url, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=data_server.url, timeout=60) as http:
         for measure, values in expected.items():
             body = {"prompt": PROMPT, "sampling": sampling, "statements": script[measure]}
             answer = await http.post("/nnsight/v1/stream", json=body)
@@ -191,7 +193,7 @@ def hidden_of(hf: Any, ids: list[int]) -> torch.Tensor:
 async def test_what_the_engine_could_not_take_is_the_mistake_of_its_request(guarded_server, vllm_model, llama, wrong):
     body = json.dumps({"model": llama, "prompt": PROMPT, "max_tokens": 2, **wrong})
     headers = {"authorization": f"Bearer {key('eve')}", "content-type": "application/json"}
-    async with httpx.AsyncClient(base_url=guarded_server.url, headers=headers) as http:
+    async with httpx.AsyncClient(base_url=guarded_server.url, headers=headers, timeout=60) as http:
         answer = await http.post("/v1/completions", content=body)
     assert answer.status_code == 400, answer.text
     (output,) = await vllm_model.generate([PROMPT], max_tokens=1)

@@ -22,6 +22,7 @@ from nnsight_async import (
 from nnsight_async.testing import hf_model
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
+from tests.conftest import LONG
 
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
 STEPS = 5
@@ -285,7 +286,7 @@ async def test_what_is_wrong_with_a_call_is_said_there_or_where_it_is_awaited(cl
     with pytest.raises(ValueError, match="temperature"):
         await client.generate([PROMPT], temperature=-1.0)
     with pytest.raises(ValueError, match=r"max_model_len|maximum"):
-        await client.generate([[1] * 1000])
+        await client.generate([[1] * 5000])
     async with client.trace(PROMPT):
         x = client.model.layerz[0].output.save()
     with pytest.raises(CaptureError, match=r"did you mean model\.model\.layers"):
@@ -350,8 +351,8 @@ async def test_large_tensors_travel_with_blocks_of_python(open_server, llama, pl
 
 
 async def test_leaving_a_stream_aborts_the_run_there(client, vllm_model):
-    before = (await vllm_model.stats())["aborted"]
-    async with client.trace(PROMPT, max_tokens=200, ignore_eos=True) as tracer:
+    before = (await drained(vllm_model))["aborted"]
+    async with client.trace(PROMPT, **LONG) as tracer:
         h = client.model.layers[2].resid_post[-1].save()
     async with tracer.stream() as stream:
         await anext(stream)
