@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from nnsight_async import VLLM, CaptureError, ServerError
+from tests.conftest import LONG
 
 KEY = "the-key-in-the-environment"
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
@@ -24,19 +24,18 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def process(llama: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     command = [
-        sys.executable, "-m", "nnsight_async.serve.cli", llama, "--port", str(port), "--dtype", "float32",
-        "--max-model-len", "256", "--kv-cache-memory-bytes", str(64 << 20), "--distributed-executor-backend", "uni",
-        "--served-model-name", "tiny", "--max-runs", "4",
+        sys.executable, "-m", "nnsight_async.serve.cli", llama, "--port", "0", "--dtype", "float32",
+        "--max-model-len", "4096", "--hf-overrides", '{"max_position_embeddings": 4096}', "--kv-cache-memory-bytes",
+        str(64 << 20), "--distributed-executor-backend", "uni", "--served-model-name", "tiny", "--max-runs", "4",
     ]  # fmt: skip
     environment = {**os.environ, "NNSIGHT_API_KEY": KEY, "NNSIGHT_SERVE": "http://127.0.0.1:9"}
     started = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     assert started.stdout is not None
     said = next((line for line in started.stdout if line.startswith("nnsight-serve: ")), "")
-    assert said.strip().endswith(f"at http://127.0.0.1:{port}")
-    yield started, f"http://127.0.0.1:{port}"
+    url = said.strip().rpartition(" at ")[2]
+    assert url.startswith("http://127.0.0.1:")
+    yield started, url
     started.send_signal(signal.SIGTERM)
     assert started.wait(60) == 0
 
@@ -60,7 +59,7 @@ async def test_it_serves_traces_and_the_openai_api(process: Any, llama: str) -> 
 async def test_who_is_on_it_when_it_ends_hears_of_it(process: Any, llama: str) -> None:
     started, url = process
     async with VLLM(llama, mode="async", serve=url, api_key=KEY) as model:
-        async with model.trace(PROMPT, max_tokens=240, ignore_eos=True) as tracer:
+        async with model.trace(PROMPT, **LONG) as tracer:
             for _ in tracer.iter[:]:
                 h = model.model.layers[2].resid_post[-1].save()
         await anext(tracer.stream())
