@@ -57,6 +57,20 @@ def until(told: Path) -> Any:
     return every_logits
 
 
+def holding(told: Path) -> Any:
+    """The same, to the end of its tokens; in step 1 it waits, and the engine with it."""
+
+    def every_logits(model: Any, tracer: Any) -> None:
+        import time
+
+        for step in tracer.iter[:]:
+            while step == 1 and not told.exists():
+                time.sleep(0.01)
+            tracer.save(model.logits[0], "logits")
+
+    return every_logits
+
+
 def closing_the_socket(told: Path) -> Any:
     """In step 4, when the test knows that what was sent before is there."""
 
@@ -130,10 +144,12 @@ class Reading:
 
 
 @asynccontextmanager
-async def going(model: VLLM, tmp_path: Path, probe: Any = until) -> AsyncIterator[tuple[Any, Reading]]:
+async def going(
+    model: VLLM, tmp_path: Path, probe: Any = until, sampling: dict[str, Any] = LONG
+) -> AsyncIterator[tuple[Any, Reading]]:
     """A run that has sent its first value, and goes on until it is told."""
     told = tmp_path / uuid4().hex
-    async with asyncio.timeout(WITHIN), model.run(PROMPT, probe(told), **LONG) as run:
+    async with asyncio.timeout(WITHIN), model.run(PROMPT, probe(told), **sampling) as run:
         reading = Reading(run, told)
         await reading.first()
         yield run, reading
@@ -172,7 +188,7 @@ async def test_what_is_no_message_of_the_worker_is_dropped(model: VLLM, tmp_path
     elsewhere = frames.encode(Message([], [Frame(1, 0)], "ipc:///elsewhere/inbox-0"), [])
     unknown = frames.encode(Message([], [Frame(1 << 40, 0)], address), [])
     future = b"\x95\xa12\x90\x90\x90\xc0"
-    async with going(model, tmp_path) as (_, reading):
+    async with going(model, tmp_path, holding, SAMPLING) as (_, reading):
         with socket.socket(socket.AF_UNIX) as raw:
             raw.connect(str(file_of(address)))
             raw.sendall(os.urandom(4096))
@@ -180,8 +196,7 @@ async def test_what_is_no_message_of_the_worker_is_dropped(model: VLLM, tmp_path
         await asyncio.to_thread(foreign, address, [b""], garbage, [b"\xc0"] * 50, [future], elsewhere, unknown)
         await reading.check(hf)
     after = before
-    async with asyncio.timeout(WITHIN):
-        # ZeroMQ takes some of the raw bytes for a message.
+    async with asyncio.timeout(WITHIN):  # ZeroMQ takes some of the raw bytes for a message
         while after["damaged"] - before["damaged"] < 5 or after["late_frames"] == before["late_frames"]:
             after = await at_rest(model)
     assert after["late_frames"] - before["late_frames"] == 1
