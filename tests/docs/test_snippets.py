@@ -127,7 +127,7 @@ def test_snippets_run_and_print_what_the_page_shows(page: Path) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_print_what_is_asked_for(server: Server, command: str) -> None:
     ran = subprocess.run(
-        ["bash", "-c", command.replace(SERVED, server.url)], capture_output=True, text=True, timeout=60, check=True
+        ["bash", "-c", command.replace(SERVED, server.url)], capture_output=True, text=True, timeout=300, check=True
     )
     assert '"id":' in ran.stdout
     assert "error" not in ran.stdout

@@ -30,7 +30,7 @@ def refusal(folder: Path, keywords: str, **environment: str) -> list[str]:
         env={**hub, **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
         check=True,
     )
     assert not ended.stderr  # one try, and no word of others

@@ -49,7 +49,7 @@ assert not torch.distributed.is_initialized()
 def test_a_client_needs_no_vllm() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NNSIGHT_")}
     told = subprocess.run(
-        [sys.executable, "-c", WITHOUT_VLLM], capture_output=True, text=True, env=environment, timeout=120
+        [sys.executable, "-c", WITHOUT_VLLM], capture_output=True, text=True, env=environment, timeout=500
     )
     assert told.returncode == 0, told.stderr
     assert "give serve='http://HOST:PORT', or set NNSIGHT_SERVE" in told.stdout
