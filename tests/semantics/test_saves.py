@@ -186,3 +186,37 @@ def test_a_name_that_was_not_saved(model):
     with pytest.raises(UnboundLocalError, match="'hidden'"):
         print(hidden)
     assert logits.shape[0] == 1
+
+
+def test_what_is_done_in_later_steps_to_tensors_in_a_saved_container(model, hf):
+    expected = generation(hf, PROMPT, 3)
+    with model.trace(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True) as tracer:
+        total = torch.zeros(128)
+        found = save({"sum": total, "highest": torch.full((2,), -1.0)})
+        logits, rows = save([]), save([])
+        for step in tracer.iter[:]:
+            stream = model.model.layers[1].resid_post
+            total += stream.sum(0)
+            torch.maximum(found["highest"], torch.full((2,), float(step)), out=found["highest"])
+            rows.append(stream[-1] * 1)
+            logits.append(model.logits[0])
+        mean = torch.stack(rows).mean(0)
+        for row in rows:
+            row -= mean
+    torch.testing.assert_close(found["sum"], expected.streams[1].sum(0), **CLOSE)
+    assert found["highest"].tolist() == [2, 2]
+    last = expected.streams[1][len(PROMPT) - 1 :]
+    torch.testing.assert_close(torch.stack(rows), last - last.mean(0), **CLOSE)
+    torch.testing.assert_close(torch.stack(logits), expected.logits, **CLOSE)
+
+
+async def test_a_stream_of_what_is_changed_in_place(model, hf):
+    streams = generation(hf, PROMPT, 3).streams[1]
+    async with model.trace(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True) as tracer:
+        found = save([torch.zeros(128)])
+        for _ in tracer.iter[:]:
+            found[0] += model.model.layers[1].resid_post.sum(0)
+    values = [value async for (value,) in found.stream()]
+    assert len(values) == 3
+    for step, value in enumerate(values):
+        torch.testing.assert_close(value, streams[: len(PROMPT) + step].sum(0), **CLOSE)
