@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from nnsight_async.capture.filled import Filled, filled
 from nnsight_async.capture.find import find
 from nnsight_async.capture.forgotten import Forgotten, carried, forgotten
 from nnsight_async.capture.kept import Kept, kept_outside
@@ -47,6 +48,7 @@ class Template:
     attributes: frozenset[str]
     kept: tuple[Kept, ...]
     forgotten: tuple[Forgotten, ...]
+    filled: tuple[Filled, ...]
     statement: Statement
     _body: list[ast.stmt]
     _codes: dict[_Form, bytes] = field(default_factory=dict["_Form", bytes])
@@ -96,6 +98,7 @@ def _template(statement: Statement) -> Template:
         attributes=attribute_names(code),
         kept=kept_outside(statement.node.body, certain, names),
         forgotten=forgotten(statement, names),
+        filled=filled(statement.node.body, certain, names, statement.around),
         statement=statement,
         _body=body,
     )

@@ -118,6 +118,7 @@ def test_is_refused(body: str, advice: str, cell: Any, trace: Any, saves: Any) -
         assert saves == {}
 
 
+@pytest.mark.filterwarnings("ignore:.*where it is a copy:UserWarning")
 @pytest.mark.parametrize("body", FINE)
 def test_is_accepted(body: str, cell: Any, trace: Any, saves: Any, model: Any) -> None:
     class Module:

@@ -220,3 +220,22 @@ async def test_a_stream_of_what_is_changed_in_place(model, hf):
     assert len(values) == 3
     for step, value in enumerate(values):
         torch.testing.assert_close(value, streams[: len(PROMPT) + step].sum(0), **CLOSE)
+
+
+def test_what_is_put_into_an_object_from_outside_is_warned_of_and_what_the_message_says_works(model, hf):
+    tops, count = [0.0], 0
+    with pytest.warns(UserWarning, match=r"(Write `(tops|count)\.save\(\)`)") as caught:
+        with model.trace(PROMPT, **GREEDY) as tracer:
+            for _ in tracer.iter[:]:
+                tops.append(float(model.logits.max()))
+                count += 1
+    assert len(caught) == 2
+    assert (tops, count) == ([0.0], 0)
+    with model.trace(PROMPT, **GREEDY) as tracer:
+        for _ in tracer.iter[:]:
+            tops.append(float(model.logits.max()))
+            count += 1
+        tops.save()
+        count.save()
+    assert count == 2
+    assert tops == pytest.approx([0.0, *generation(hf, PROMPT, 2).logits.max(-1).values.tolist()], abs=1e-4)
