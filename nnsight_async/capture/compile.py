@@ -15,6 +15,7 @@ from nnsight_async.capture.kept import Kept, kept_outside
 from nnsight_async.capture.live import read_first
 from nnsight_async.capture.rewrite import carrying, rewrite_saves
 from nnsight_async.capture.rules import check
+from nnsight_async.capture.scope import mangle
 from nnsight_async.capture.unlisted import nested_codes
 from nnsight_async.errors import CaptureError
 from nnsight_async.parse import parse
@@ -140,13 +141,6 @@ def function_code(body: list[ast.stmt], parameters: tuple[str, ...], place: Plac
         raise CaptureError(f"{where}: {error.msg}, in the body of a block") from None
     code = next(code for code in nested_codes(module) if code.co_name == _NAME)
     return code.replace(co_name=place.function, co_qualname=place.qualname)
-
-
-def mangle(name: str, class_name: str | None) -> str:
-    """The name that `__x` has inside a class."""
-    if class_name is None or not name.startswith("__") or name.endswith("__") or not class_name.strip("_"):
-        return name
-    return f"_{class_name.lstrip('_')}{name}"
 
 
 def global_reads(code: CodeType) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from types import MemberDescriptorType, WrapperDescriptorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nnsight_async.capture.rewrite import is_named, is_save, is_save_function
+from nnsight_async.capture.scope import mangle
 from nnsight_async.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -102,7 +103,9 @@ def evaluated(holder: ast.expr, value_of: Callable[[str], Any]) -> Any:
         case ast.Name(name):
             return value_of(name)
         case ast.Attribute(inner, attribute):
-            return vars(evaluated(inner, value_of))[attribute]
+            owner = evaluated(inner, value_of)
+            names = (mangle(attribute, kind.__name__) for kind in type(owner).__mro__)
+            return vars(owner)[next((name for name in names if name in vars(owner)), attribute)]
         case ast.Subscript(inner, ast.Constant(index)):
             found = evaluated(inner, value_of)
             return found[index] if type(found) in (dict, list, tuple) else {}[index]

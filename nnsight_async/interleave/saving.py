@@ -16,6 +16,9 @@ from nnsight_async.interleave.counting import counting, versions
 
 Operation = Literal["set", "extend", "update", "append"]
 
+DEEPEST = 100
+"""How many containers a saved value may hold in one another."""
+
 
 @dataclass(slots=True)
 class Entry:
@@ -196,20 +199,25 @@ def check_name(name: Any) -> None:
         raise SaveError(f"a saved value has a printable string as its name, not {name!r}")
 
 
-def check(value: Any, name: str) -> None:
+def check(value: Any, name: str, depth: int = 0) -> None:
     """Raise `SaveError` for a value that cannot be sent."""
-    if value is None or isinstance(value, (torch.Tensor, bool, int, float, bytes)):
+    if value is None or isinstance(value, (bool, int, float, bytes)):
+        return
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise SaveError(f"{name!r} holds a tensor of {value.layout}; save a dense one, `value.to_dense()`")
         return
     if isinstance(value, str):
         _check_text(value, name)
-        return
-    if isinstance(value, (list, tuple)):
+    elif depth == DEEPEST:
+        raise SaveError(f"{name!r} holds itself, or containers in one another more than {DEEPEST} deep: save its parts")
+    elif isinstance(value, (list, tuple)):
         for item in cast("list[Any]", value):
-            check(item, name)
+            check(item, name, depth + 1)
     elif isinstance(value, dict):
         for key, item in cast("dict[Any, Any]", value).items():
-            check(key, name)
-            check(item, name)
+            check(key, name, depth + 1)
+            check(item, name, depth + 1)
     else:
         raise SaveError(
             f"{name!r} holds a {type(value).__qualname__}, which cannot be saved; save tensors, numbers, strings, "

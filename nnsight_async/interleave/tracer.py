@@ -8,7 +8,7 @@ from itertools import count
 from operator import index
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
-from nnsight_async.errors import OutsideBlockError, UnsupportedError
+from nnsight_async.errors import LocationError, OutsideBlockError, UnsupportedError
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.block import BlockRun
@@ -86,7 +86,7 @@ class Tracer:
             raise OutsideBlockError(f"tracer.{name} is that of the whole run: use it after the block")
         near = get_close_matches(name, _NAMES, 1, 0.7)
         instead = f"did you mean tracer.{near[0]}?" if near else f"it has {', '.join(_NAMES)}"
-        raise AttributeError(f"a tracer inside a block has no {name!r}; {instead}")
+        raise LocationError(f"a tracer inside a block has no {name!r}; {instead}")
 
 
 class Iterations:

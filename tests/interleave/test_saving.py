@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_async.interleave.saving import Saves
+from nnsight_async.errors import SaveError
+from nnsight_async.interleave.saving import DEEPEST, Saves
+from nnsight_async.runs.packing import Tensors, pack, unpack
 
 
 @pytest.fixture(params=[False, True], ids=["no_grad", "inference_mode"], autouse=True)
@@ -88,6 +90,32 @@ def test_of_a_dict_only_new_keys_are_sent():
     assert collected(saves) == [("x", "update", {"b": 2})]
     values["a"] = 9
     assert collected(saves) == [("x", "set", {"a": 9, "b": 2})]
+
+
+def test_what_cannot_be_saved_is_named():
+    saves, round_and_round = Saves(1000), [1]
+    round_and_round.append(round_and_round)  # type: ignore[arg-type]
+    with pytest.raises(SaveError, match=r"'mask' holds a tensor of torch\.sparse_coo; .*to_dense"):
+        saves.add("mask", [torch.eye(2).to_sparse()])
+    with pytest.raises(SaveError, match="'x' holds itself"):
+        saves.add("x", round_and_round)
+    values: list[Any] = []
+    saves.add("y", values)
+    saves.collect()
+    values.append({"me": values})
+    with pytest.raises(SaveError, match="'y' holds itself"):
+        saves.collect()
+
+
+def test_containers_in_one_another_may_be_deep():
+    saves, deep = Saves(1000), [1]
+    for _ in range(DEEPEST - 1):
+        deep = [deep]  # type: ignore[list-item]
+    saves.add("x", deep)
+    assert len(collected(saves)) == 1
+    assert unpack(pack(deep, Tensors()), []) == deep
+    with pytest.raises(SaveError, match="more than 100 deep"):
+        saves.add("y", [deep])
 
 
 def test_a_container_in_a_container_is_sent_whole_at_every_step():
