@@ -70,9 +70,15 @@ class Tracer:
         """Collect the outputs (and inputs) of modules in this step and all that follow; save it to have it sent home.
 
         `modules` are modules of the tree or their paths; None means all that the forward pass calls. The cache is a
-        dict of lists by location, such as `"model.layers.0.output"`, and holds this run's rows only.
+        dict of lists by location, such as `"model.layers.0.output"`, and holds this run's rows only. Raises
+        `UnreadableError` for a module that is never called, or is read elsewhere.
         """
-        return self._run.collect(modules, include_inputs)
+        chosen = None if modules is None else list(modules)
+        for module in chosen or ():
+            check = getattr(type(module), "__block_check__", None)
+            if check is not None:
+                check(module)
+        return self._run.collect(chosen, include_inputs)
 
     @property
     def step(self) -> int:

@@ -264,6 +264,11 @@ class Envoy:
     def _repr_html_(self) -> str:
         return as_html(self._manifest, self._path)
 
+    def __block_check__(self) -> None:
+        """Raise what reading the module would, where that is known."""
+        if self._unreadable is not None:
+            raise self._refusal()
+
     def __block_reference__(self) -> tuple[str, ...]:
         return ("module", self._path)
 
