@@ -3,7 +3,9 @@
 NNsightError
 ├── CaptureError         (RuntimeError)    the body of a `with` cannot be turned into a block
 ├── ShippingError        (TypeError)       a value that the block uses cannot travel to the worker
-├── LocationError        (AttributeError)  a path that the model does not have
+├── LocationError        (AttributeError)  a path that the model does not have, or what cannot be assigned there
+├── ItemError            (LocationError, IndexError) an index past the end of a list of modules
+├── NotAListError        (LocationError, TypeError)  an index or a loop where there is no list of modules
 ├── UnreadableError      (LocationError)   a module that exists but never passes a value we can read
 ├── OutsideBlockError    (RuntimeError)    a location touched where no block runs
 ├── OutOfOrderError      (RuntimeError)    a location that this step has already passed
@@ -45,7 +47,18 @@ class ShippingError(NNsightError, TypeError):
 
 
 class LocationError(NNsightError, AttributeError):
-    """A path that the model does not have; the message lists the nearest ones."""
+    """A path that the model does not have, or that cannot be assigned; the message lists the nearest ones.
+
+    So is an attribute that a tracer does not have.
+    """
+
+
+class ItemError(LocationError, IndexError):
+    """An index past the end of a list of modules."""
+
+
+class NotAListError(LocationError, TypeError):
+    """An index, a length or a loop of what is no list of modules."""
 
 
 class UnreadableError(LocationError):

@@ -4,14 +4,14 @@ from functools import partial
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from nnsight_async.capture import filled, forgotten
 from nnsight_async.capture.bind import bind
 from nnsight_async.capture.block import Block
 from nnsight_async.capture.compile import PARAMETERS, template
 from nnsight_async.capture.diagnose import shipping_error
-from nnsight_async.capture.forgotten import warn
 from nnsight_async.capture.kept import refuse
 from nnsight_async.capture.load import VERSION, Body
-from nnsight_async.capture.scope import Scope
+from nnsight_async.capture.scope import Scope, mangle
 from nnsight_async.capture.ship import Pickled, Unshippable, dumps
 from nnsight_async.capture.skip import BodySkip, SkipSignal
 from nnsight_async.capture.text import Text, Written
@@ -45,11 +45,13 @@ class BodyCapture:
     def _check(self) -> None:
         """What can be told of the body before it runs, and of the variables around it."""
         found, statement = self._template, self._statement
-        if found.kept or found.forgotten:
-            scope = Scope(self._frame, statement)
-            refuse(found.kept, scope.seen, statement.source)
+        if found.kept or found.forgotten or found.filled:
+            scope, line = Scope(self._frame, statement), statement.node.lineno
+            refuse(found.kept, scope.written, statement.source)
             if not self._carries:
-                warn(found.forgotten, scope.seen, self._frame, statement.node.lineno)
+                forgotten.warn(found.forgotten, scope.written, self._frame, line)
+            lost = filled.lost(found.filled, scope.written, self._carried)
+            filled.warn(lost, statement.source.filename, self._frame.f_globals, line)
 
     def skip(self, entered: object = None) -> None:
         """Arrange that the body does not run; the last thing that `__enter__` does, before it returns `entered`."""
@@ -128,7 +130,8 @@ class BodyCapture:
 
     def bind(self, values: Mapping[str, object]) -> None:
         """Assign `values` to the variables of the caller."""
-        bind(self._frame, values, self._statement.declared_global)
+        names = {name: mangle(name, self._statement.class_name) for name in values}
+        bind(self._frame, {names[name]: value for name, value in values.items()}, self._statement.declared_global)
 
     @property
     def _carried(self) -> tuple[str, ...]:

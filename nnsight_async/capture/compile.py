@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from nnsight_async.capture.filled import Filled, filled
 from nnsight_async.capture.find import find
 from nnsight_async.capture.forgotten import Forgotten, carried, forgotten
 from nnsight_async.capture.kept import Kept, kept_outside
 from nnsight_async.capture.live import read_first
 from nnsight_async.capture.rewrite import carrying, rewrite_saves
 from nnsight_async.capture.rules import check
+from nnsight_async.capture.scope import mangle
 from nnsight_async.capture.unlisted import nested_codes
 from nnsight_async.errors import CaptureError
 from nnsight_async.parse import parse
@@ -47,6 +49,7 @@ class Template:
     attributes: frozenset[str]
     kept: tuple[Kept, ...]
     forgotten: tuple[Forgotten, ...]
+    filled: tuple[Filled, ...]
     statement: Statement
     _body: list[ast.stmt]
     _codes: dict[_Form, bytes] = field(default_factory=dict["_Form", bytes])
@@ -96,6 +99,7 @@ def _template(statement: Statement) -> Template:
         attributes=attribute_names(code),
         kept=kept_outside(statement.node.body, certain, names),
         forgotten=forgotten(statement, names),
+        filled=filled(statement.node.body, certain, names, statement.around),
         statement=statement,
         _body=body,
     )
@@ -137,13 +141,6 @@ def function_code(body: list[ast.stmt], parameters: tuple[str, ...], place: Plac
         raise CaptureError(f"{where}: {error.msg}, in the body of a block") from None
     code = next(code for code in nested_codes(module) if code.co_name == _NAME)
     return code.replace(co_name=place.function, co_qualname=place.qualname)
-
-
-def mangle(name: str, class_name: str | None) -> str:
-    """The name that `__x` has inside a class."""
-    if class_name is None or not name.startswith("__") or name.endswith("__") or not class_name.strip("_"):
-        return name
-    return f"_{class_name.lstrip('_')}{name}"
 
 
 def global_reads(code: CodeType) -> tuple[str, ...]:

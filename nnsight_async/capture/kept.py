@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence, MutableSet
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, MutableSequence, MutableSet
 from contextlib import suppress
 from types import MemberDescriptorType, WrapperDescriptorType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nnsight_async.capture.rewrite import is_named, is_save, is_save_function
+from nnsight_async.capture.scope import mangle
 from nnsight_async.errors import CaptureError
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from nnsight_async.capture.source import Source
 
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-_MUTATORS = frozenset({"add", "append", "appendleft", "extend", "extendleft", "insert", "setdefault", "update"})
+MUTATORS = frozenset({"add", "append", "appendleft", "extend", "extendleft", "insert", "setdefault", "update"})
 _CONTAINERS = (MutableMapping, MutableSequence, MutableSet)
 _ARRAYS = frozenset({"numpy", "torch"})
 _PACKAGE = __name__.partition(".")[0]
@@ -43,34 +44,38 @@ class Kept(NamedTuple):
 def kept_outside(body: list[ast.stmt], outer: AbstractSet[str], saved: Collection[str]) -> tuple[Kept, ...]:
     """The statements of `body` that keep a saved value in one of the `outer` names that is not itself `saved`."""
     wanted = outer - set(saved)
-    return tuple(kept for statement in body for kept in _kept(statement) if kept.name in wanted)
+    return tuple(kept for kept in changes(body, _saves) if kept.name in wanted)
 
 
 def refuse(kept: tuple[Kept, ...], value_of: Callable[[str], Any], source: Source) -> None:
     """Raise `CaptureError` for the first of `kept` whose values would surely not come home."""
     for one in kept:
         with suppress(KeyError, IndexError, TypeError, ValueError):  # what it is, only the block will know
-            holder = _evaluated(one.holder, value_of)
-            if _is_copied(holder, one):
+            holder = evaluated(one.holder, value_of)
+            if is_copied(holder, one):
                 raise CaptureError(_message(one, holder, source))
 
 
-def _kept(node: ast.AST) -> Iterator[Kept]:
+def changes(body: Iterable[ast.AST], puts: Callable[[ast.expr], bool] = lambda value: True) -> Iterator[Kept]:
+    """Statements that put something into an object, if it `puts` what is wanted."""
+    for node in body:
+        yield from _changes(node, puts)
+        yield from changes((c for c in ast.iter_child_nodes(node) if not isinstance(c, (*_SCOPES, ast.expr))), puts)
+
+
+def _changes(node: ast.AST, puts: Callable[[ast.expr], bool]) -> Iterator[Kept]:
     match node:
-        case ast.Expr(ast.Call(ast.Attribute(holder, method), arguments, keywords)) if method in _MUTATORS:
-            if any(map(_saves, [*arguments, *(keyword.value for keyword in keywords)])):
+        case ast.Expr(ast.Call(ast.Attribute(holder, method), arguments, keywords)) if method in MUTATORS:
+            if any(map(puts, [*arguments, *(keyword.value for keyword in keywords)])):
                 yield Kept(node, holder)
-        case ast.Assign(targets, value) if _saves(value) and not any(isinstance(t, ast.Name) for t in targets):
+        case ast.Assign(targets, value) if puts(value) and not any(isinstance(t, ast.Name) for t in targets):
             yield from (kept for target in targets for kept in _changed(node, target))
-        case ast.AnnAssign(target, _, ast.expr() as value) if _saves(value):
+        case ast.AnnAssign(target, _, ast.expr() as value) if puts(value):
             yield from _changed(node, target)
-        case ast.AugAssign(target, _, value) if _saves(value):
+        case ast.AugAssign(target, _, value) if puts(value):
             yield from [Kept(node, target)] if isinstance(target, ast.Name) else _changed(node, target)
         case _:
             pass
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, (*_SCOPES, ast.expr)):
-            yield from _kept(child)
 
 
 def _changed(statement: ast.stmt, target: ast.expr) -> Iterator[Kept]:
@@ -92,21 +97,23 @@ def _saves(value: ast.AST) -> bool:
     return any(map(_saves, ast.iter_child_nodes(value)))
 
 
-def _evaluated(holder: ast.expr, value_of: Callable[[str], Any]) -> Any:
+def evaluated(holder: ast.expr, value_of: Callable[[str], Any]) -> Any:
     """The object, as far as looking it up runs no code of the user's; KeyError, IndexError or TypeError otherwise."""
     match holder:
         case ast.Name(name):
             return value_of(name)
         case ast.Attribute(inner, attribute):
-            return vars(_evaluated(inner, value_of))[attribute]
+            owner = evaluated(inner, value_of)
+            names = (mangle(attribute, kind.__name__) for kind in type(owner).__mro__)
+            return vars(owner)[next((name for name in names if name in vars(owner)), attribute)]
         case ast.Subscript(inner, ast.Constant(index)):
-            found = _evaluated(inner, value_of)
+            found = evaluated(inner, value_of)
             return found[index] if type(found) in (dict, list, tuple) else {}[index]
         case _:
             raise KeyError(holder)
 
 
-def _is_copied(holder: Any, kept: Kept) -> bool:
+def is_copied(holder: Any, kept: Kept) -> bool:
     """Whether the block changes a copy of `holder`: not a module of the model, or code that may do something else."""
     kind: Any = type(holder)
     if hasattr(kind, "__block_reference__") or kind.__module__.partition(".")[0] == _PACKAGE:

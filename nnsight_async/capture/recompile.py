@@ -10,9 +10,11 @@ from inspect import CO_VARARGS, CO_VARKEYWORDS
 from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nnsight_async.capture import filled
 from nnsight_async.capture.agree import Span, agree
 from nnsight_async.capture.compile import attribute_names, global_reads
-from nnsight_async.capture.kept import Kept, kept_outside, refuse
+from nnsight_async.capture.filled import Filled
+from nnsight_async.capture.kept import MUTATORS, Kept, kept_outside, refuse
 from nnsight_async.capture.live import read_first
 from nnsight_async.capture.rewrite import CHANGED, SaveRewriter, rewrite_saves
 from nnsight_async.capture.source import Source, source_of
@@ -30,6 +32,7 @@ class _Recompiled(NamedTuple):
     code: CodeType | None  # None: nothing changes, or its source cannot be had
     names: tuple[str, ...]
     kept: tuple[Kept, ...] = ()
+    filled: tuple[Filled, ...] = ()
     source: Source | None = None
 
 
@@ -42,9 +45,10 @@ def recompiled(function: FunctionType, *, named: bool) -> tuple[FunctionType, tu
 
     Raises `CaptureError` if it saves something into an object from outside, of which the worker has a copy.
     """
-    result = _of_code(function.__code__, function.__globals__, named)
-    if result.kept and result.source is not None:
-        refuse(result.kept, partial(_outer_value, function), result.source)
+    result, value_of = _of_code(function.__code__, function.__globals__, named), partial(_outer_value, function)
+    if result.source is not None:
+        refuse(result.kept, value_of, result.source)
+        filled.warn(filled.lost(result.filled, value_of), result.source.filename, function.__globals__)
     if result.code is None:
         return function, ()
     return with_code(function, result.code), result.names
@@ -129,7 +133,8 @@ def _of_code(code: CodeType, namespace: dict[str, Any], named: bool) -> _Recompi
     key = (id(code), named)
     known = _known.get(key)
     if known is None:
-        known = _known[key] = _recompile(code, namespace, named) if attribute_names(code) & CHANGED else _NOTHING
+        wanted = CHANGED | MUTATORS if named else CHANGED
+        known = _known[key] = _recompile(code, namespace, named) if attribute_names(code) & wanted else _NOTHING
         weakref.finalize(code, _known.pop, key, None)
     return known
 
@@ -149,14 +154,13 @@ def _recompile(code: CodeType, namespace: dict[str, Any], named: bool) -> _Recom
     result = _follow(source.compile(tree), path)
     if not _same_call(result, code):
         return _NOTHING
-    return _Recompiled(result, tuple(rewriter.names), _kept(node, code), source)
-
-
-def _kept(node: _Function | None, code: CodeType) -> tuple[Kept, ...]:
+    names = tuple(rewriter.names)
     if node is None or isinstance(node, ast.Lambda):
-        return ()
+        return _Recompiled(result, names)
     outer = read_first(node.body)[0] - {*code.co_varnames, *code.co_cellvars}
-    return kept_outside(node.body, outer, rewrite_saves(node.body)[1])
+    saved = rewrite_saves(node.body)[1]
+    lost = filled.filled(node.body, outer, saved) if named else ()  # what helpers fill, others of them may read
+    return _Recompiled(result, names, kept_outside(node.body, outer, saved), lost, source)
 
 
 def _outer_value(function: FunctionType, name: str) -> Any:

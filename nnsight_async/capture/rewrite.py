@@ -91,6 +91,8 @@ class SaveRewriter(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         if is_save(node):
             return self._save(node, [])
+        if is_save_function(node):
+            return self._named_save(node, [])
         if is_save_method(node):
             return self._method_save(node, [])
         return self.generic_visit(node)
@@ -139,12 +141,9 @@ class SaveRewriter(ast.NodeTransformer):
     def _named_save(self, call: ast.Call, names: Sequence[str]) -> ast.expr:
         if is_save_method(call):
             return self._method_save(call, names)
+        label = ast.Constant(ast.unparse(call.args[0]))
         function, value = self.visit(call.func), self.visit(call.args[0])
-        supplied = self._supplied(names)
-        if not supplied:
-            call.func, call.args = function, [value]
-            return call
-        return _call(call, "named_save", function, value, _texts(supplied))
+        return _call(call, "named_save", function, value, _texts(self._supplied(names)), label)
 
     def _method_save(self, call: _SaveCall, names: Sequence[str]) -> ast.expr:
         """`EXPR.save(ARGUMENT)`: of a tracer, the argument is saved, of a value, it is the name."""
@@ -152,9 +151,10 @@ class SaveRewriter(ast.NodeTransformer):
         receiver = self.visit(call.func.value)
         if call.keywords:
             return _call(call, "save_as", receiver, self.visit(call.keywords[0].value))
+        label = ast.Constant(ast.unparse(call.args[0]))
         argument = self.visit(call.args[0])
         supplied = self._supplied(names) if bound else [] if self._depth else names
-        return _call(call, "method_save", receiver, argument, _texts(supplied))
+        return _call(call, "method_save", receiver, argument, _texts(supplied), label)
 
     def _gives_name(self, call: _SaveCall) -> bool:
         """Whether the argument is a name, as far as the text tells: tracers are not made in the body, values are."""

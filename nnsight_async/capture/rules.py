@@ -38,12 +38,15 @@ class _Checker(ast.NodeVisitor):
         self._source = source
         self._loops = 0
         self._functions = 0
+        self._classes = 0
 
     def visit(self, node: ast.AST) -> None:
         if isinstance(node, _FUNCTIONS):
             self._visit_function(node)
         elif isinstance(node, _LOOPS):
             self._visit_loop(node)
+        elif isinstance(node, ast.ClassDef):
+            self._visit_class(node)
         else:
             self._check(node)
             self.generic_visit(node)
@@ -59,6 +62,14 @@ class _Checker(ast.NodeVisitor):
         self._functions -= 1
         self._loops = loops
 
+    def _visit_class(self, node: ast.ClassDef) -> None:
+        for part in (*node.decorator_list, *node.bases, *node.keywords):
+            self.visit(part)
+        self._classes += 1
+        for child in node.body:
+            self.visit(child)
+        self._classes -= 1
+
     def _visit_loop(self, node: ast.For | ast.While) -> None:
         for part in (node.target, node.iter) if isinstance(node, ast.For) else (node.test,):
             self.visit(part)
@@ -73,7 +84,7 @@ class _Checker(ast.NodeVisitor):
         match node:
             case ast.Global():
                 self._refuse(node, "global", _OUTER)
-            case ast.Call(func=ast.Name(id="super"), args=[]) | ast.Name(id="__class__"):
+            case ast.Call(func=ast.Name(id="super"), args=[]) | ast.Name(id="__class__") if not self._classes:
                 self._refuse(node, "super() without arguments", _SUPER)
             case _ if not self._functions:
                 self._check_own_scope(node)

@@ -16,6 +16,7 @@ class Scope:
     def __init__(self, frame: FrameType, statement: Statement) -> None:
         self._frame = frame
         self._locals = frame.f_locals
+        self._class_name = statement.class_name
         self._local_names = statement.local_names
         self._declared_global = statement.declared_global
 
@@ -26,6 +27,10 @@ class Scope:
         if is_optimized(self._frame.f_code):
             return self._locals[name]
         return self.seen(name)
+
+    def written(self, name: str) -> Any:
+        """The same as `seen`, of a name as it stands in the text."""
+        return self.seen(mangle(name, self._class_name))
 
     def seen(self, name: str) -> Any:
         """The value of a name that the frame reads; KeyError if it is unbound, or a builtin."""
@@ -51,3 +56,10 @@ class Scope:
 def _reads_global(code: CodeType, name: str) -> bool:
     # from Python 3.12 the variables of comprehensions are among a function's locals without being its names
     return any(i.opname == "LOAD_GLOBAL" and i.argval == name for i in dis.get_instructions(code))
+
+
+def mangle(name: str, class_name: str | None) -> str:
+    """The name that `__x` has inside a class."""
+    if class_name is None or not name.startswith("__") or name.endswith("__") or not class_name.strip("_"):
+        return name
+    return f"_{class_name.lstrip('_')}{name}"

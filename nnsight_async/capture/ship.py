@@ -103,6 +103,7 @@ class _BlockPickler(cloudpickle.Pickler):
             return self._reduce_tensor(obj)
         elif isinstance(obj, _REFUSED):
             return _reduce_stream(obj)
+        _check_allowed(obj)
         return super().reducer_override(obj)
 
     def _check_owner(self, obj: Any) -> None:
@@ -158,6 +159,12 @@ class _BlockPickler(cloudpickle.Pickler):
                 cloudpickle.unregister_pickle_by_value(module)
         if self._registered:
             _registry.release()
+
+
+def _check_allowed(obj: object) -> None:
+    refusal: str | None = getattr(type(obj), "__block_refusal__", None)
+    if refusal is not None:
+        raise TypeError(refusal)
 
 
 def _reduce_class(reduced: Any) -> Any:

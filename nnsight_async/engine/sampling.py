@@ -49,9 +49,22 @@ def sampling_params(given: Mapping[str, Any], *, what: str = "trace()") -> Any:
     check_names(own, [*SamplingParams.__struct_fields__, *ALIASES], what)
     own["output_kind"] = RequestOutputKind.DELTA
     with refusals():
-        params = SamplingParams(**own)
+        try:
+            params = SamplingParams(**own)
+        except (AttributeError, TypeError):
+            _check_given(SamplingParams, own, what)
+            raise
     _check_types(params, own, what)
     return params
+
+
+def _check_given(params: type[msgspec.Struct], given: Mapping[str, Any], what: str) -> None:
+    """Raise `TypeError` for a value with which vLLM (0.32, 0.33) computes before it has looked at its type."""
+    for name in given.keys() - OBJECTS:
+        try:
+            msgspec.convert(given[name], _kinds(params)[name])
+        except msgspec.ValidationError as error:
+            raise TypeError(f"{what} got {name}={given[name]!r}: {error}") from None
 
 
 @contextmanager

@@ -120,25 +120,21 @@ def save_expression(value: Any, name: str | None, label: str | None) -> Any:
     return current().save(value, name, label)
 
 
-def named_save(function: Callable[..., Any], value: Any, names: tuple[str, ...]) -> Any:
+def named_save(function: Callable[..., Any], value: Any, names: tuple[str, ...], label: str) -> Any:
     """What `NAME = save(EXPR)` in a block becomes: the names travel if `function` is one of our saves."""
     if function is not save:
         return function(value)
-    for name in names:
-        save(value, name)
+    for name in names or (None,):
+        current().save(value, name, label)
     return value
 
 
-def method_save(receiver: Any, argument: Any, names: tuple[str, ...]) -> Any:
+def method_save(receiver: Any, argument: Any, names: tuple[str, ...], label: str) -> Any:
     """What `NAME = EXPR.save(ARGUMENT)` becomes: the save a tracer's or this package's, or a value's, under a name."""
     if getattr(type(receiver), "saves_by_name", False):
-        for name in names or (None,):
-            receiver.save(argument, name)
-        return argument
+        return named_save(save, argument, names, label)
     own = getattr(receiver, "save", None)
-    if callable(own):
-        return named_save(own, argument, names) if names else own(argument)
-    return current().save(receiver, argument)
+    return named_save(own, argument, names, label) if callable(own) else current().save(receiver, argument)
 
 
 def save_as(value: Any, name: Any) -> Any:

@@ -12,8 +12,12 @@ import torch
 
 from nnsight_async.errors import SaveBudgetError, SaveError
 from nnsight_async.interleave.cache import Cache
+from nnsight_async.interleave.counting import counting, versions
 
 Operation = Literal["set", "extend", "update", "append"]
+
+DEEPEST = 100
+"""How many containers a saved value may hold in one another."""
 
 
 @dataclass(slots=True)
@@ -38,6 +42,25 @@ class _Tracked:
     nests: bool = False
     whole: tuple[Any, ...] | None = None
     """The tuple, where one was saved that holds lists or dicts."""
+    watched: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    """Tensors that were sent, and have to be sent again when they are changed in place."""
+    versions: list[int] = field(default_factory=list[int])
+
+    def watch(self, parts: Iterable[Any]) -> None:
+        """Notice it when tensors among `parts` are changed in place."""
+        if not self.nests:
+            tensors = counting(parts)
+            self.watched += tensors
+            self.versions += versions(tensors)
+
+    def rest(self) -> None:
+        """Watch none any more."""
+        self.watched, self.versions = [], []
+
+    @property
+    def changed(self) -> bool:
+        """Whether one that is watched was changed."""
+        return versions(self.watched) != self.versions
 
 
 @dataclass(slots=True)
@@ -45,7 +68,8 @@ class Saves:
     """The saves of one run.
 
     A tensor is sent once, at the end of the step, as it was when it was saved; a list or dict is followed from step to
-    step, and only what was added is sent.
+    step, and only what was added is sent. All of it is sent again when something else was done to it, or to a tensor in
+    it.
     """
 
     budget: int
@@ -70,6 +94,8 @@ class Saves:
         if not self.at_once:
             self.at_once = True
             self._fresh = {name: _snapshot(value) for name, value in self._fresh.items()}
+            for tracked in self._tracked.values():
+                tracked.watch(tracked.sent)
 
     def would_replace(self, name: str, value: Any) -> bool:
         """Whether another value has been saved under `name` in this step."""
@@ -77,7 +103,7 @@ class Saves:
 
     def collect(self) -> list[Entry]:
         """Entries for all that was saved or added since the last call; `SaveBudgetError` past the budget."""
-        entries = [entry for name, tracked in self._tracked.items() for entry in _added(name, tracked)]
+        entries = [entry for name, tracked in self._tracked.items() for entry in _added(name, tracked, self.at_once)]
         entries += [self._first(name, value) for name, value in self._fresh.items()]
         self._fresh.clear()
         self._pending = 0
@@ -110,6 +136,8 @@ class Saves:
             container = cast("list[Any] | dict[Any, Any]", value)
             parts = _parts(container)
             self._tracked[name] = _Tracked(container, list(parts), _nests(parts))
+            if self.at_once:
+                self._tracked[name].watch(parts)
             return Entry(name, "set", container.copy())
         return Entry(name, "set", value)
 
@@ -141,20 +169,25 @@ def _nests(parts: Iterable[Any]) -> bool:
     )
 
 
-def _added(name: str, tracked: _Tracked) -> list[Entry]:
+def _added(name: str, tracked: _Tracked, watching: bool) -> list[Entry]:
     if isinstance(tracked.container, Cache):
         added = tracked.container.since(tracked.sent[0])
         tracked.sent = [tracked.container.counts()]
         return [Entry(name, "append", added)] if added else []
     container, sent, now = tracked.container, len(tracked.sent), _parts(tracked.container)
-    if tracked.nests or len(now) < sent or not all(map(is_, tracked.sent, now)):
+    if tracked.nests or len(now) < sent or not all(map(is_, tracked.sent, now)) or tracked.changed:
         tracked.sent, tracked.nests = list(now), _nests(now)
+        tracked.rest()
+        if watching:
+            tracked.watch(now)
         return [Entry(name, "set", container.copy() if tracked.whole is None else tracked.whole)]
     fresh = now[sent:]
     if not fresh:
         return []
     tracked.sent += fresh
     tracked.nests = _nests(fresh)
+    if watching:
+        tracked.watch(fresh)
     if isinstance(container, list):
         return [Entry(name, "extend", fresh)]
     return [Entry(name, "update", dict(zip(fresh[::2], fresh[1::2], strict=True)))]
@@ -166,20 +199,25 @@ def check_name(name: Any) -> None:
         raise SaveError(f"a saved value has a printable string as its name, not {name!r}")
 
 
-def check(value: Any, name: str) -> None:
+def check(value: Any, name: str, depth: int = 0) -> None:
     """Raise `SaveError` for a value that cannot be sent."""
-    if value is None or isinstance(value, (torch.Tensor, bool, int, float, bytes)):
+    if value is None or isinstance(value, (bool, int, float, bytes)):
+        return
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided:
+            raise SaveError(f"{name!r} holds a tensor of {value.layout}; save a dense one, `value.to_dense()`")
         return
     if isinstance(value, str):
         _check_text(value, name)
-        return
-    if isinstance(value, (list, tuple)):
+    elif depth == DEEPEST:
+        raise SaveError(f"{name!r} holds itself, or containers in one another more than {DEEPEST} deep: save its parts")
+    elif isinstance(value, (list, tuple)):
         for item in cast("list[Any]", value):
-            check(item, name)
+            check(item, name, depth + 1)
     elif isinstance(value, dict):
         for key, item in cast("dict[Any, Any]", value).items():
-            check(key, name)
-            check(item, name)
+            check(key, name, depth + 1)
+            check(item, name, depth + 1)
     else:
         raise SaveError(
             f"{name!r} holds a {type(value).__qualname__}, which cannot be saved; save tensors, numbers, strings, "

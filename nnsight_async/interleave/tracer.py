@@ -8,7 +8,7 @@ from itertools import count
 from operator import index
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar
 
-from nnsight_async.errors import OutsideBlockError, UnsupportedError
+from nnsight_async.errors import LocationError, OutsideBlockError, UnsupportedError
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.block import BlockRun
@@ -70,9 +70,15 @@ class Tracer:
         """Collect the outputs (and inputs) of modules in this step and all that follow; save it to have it sent home.
 
         `modules` are modules of the tree or their paths; None means all that the forward pass calls. The cache is a
-        dict of lists by location, such as `"model.layers.0.output"`, and holds this run's rows only.
+        dict of lists by location, such as `"model.layers.0.output"`, and holds this run's rows only. Raises
+        `UnreadableError` for a module that is never called, or is read elsewhere.
         """
-        return self._run.collect(modules, include_inputs)
+        chosen = None if modules is None else list(modules)
+        for module in chosen or ():
+            check = getattr(type(module), "__block_check__", None)
+            if check is not None:
+                check(module)
+        return self._run.collect(chosen, include_inputs)
 
     @property
     def step(self) -> int:
@@ -86,7 +92,7 @@ class Tracer:
             raise OutsideBlockError(f"tracer.{name} is that of the whole run: use it after the block")
         near = get_close_matches(name, _NAMES, 1, 0.7)
         instead = f"did you mean tracer.{near[0]}?" if near else f"it has {', '.join(_NAMES)}"
-        raise AttributeError(f"a tracer inside a block has no {name!r}; {instead}")
+        raise LocationError(f"a tracer inside a block has no {name!r}; {instead}")
 
 
 class Iterations:

@@ -10,14 +10,24 @@ import warnings
 _printing: set[int] = set()
 """Keys of the runs that have printed and still go."""
 
+_begun: list[int] = []
+"""The run whose line is not at its end yet, if there is one."""
+
 Warned = tuple[str, str, str, int]
 
 
 def echo(key: int, text: str) -> None:
-    """Print what a block has printed; each line says which run it is from when several print at once."""
+    """Print what a block has printed; each line is of one run, and says of which when several print at once."""
+    if not text:
+        return
     _printing.add(key)
+    goes_on, ended = _begun == [key], text.endswith("\n")
     if len(_printing) > 1:
-        text = "".join(f"[run {key}] {line}" for line in text.splitlines(keepends=True))
+        lines = [f"[run {key}] {line}" for line in text.splitlines(keepends=True)]
+        text = "".join(lines).removeprefix(f"[run {key}] " if goes_on else "")
+    if _begun and not goes_on:
+        text = f"\n{text}"
+    _begun[:] = [] if ended else [key]
     with contextlib.suppress(OSError, ValueError):  # a closed or broken stdout is no reason to lose values
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -26,6 +36,8 @@ def echo(key: int, text: str) -> None:
 def forget(key: int) -> None:
     """The run is over."""
     _printing.discard(key)
+    if not _printing:
+        _begun.clear()  # as with prints of the caller's own, the next one goes on in the line
 
 
 def warn(warned: Warned) -> None:

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nnsight_async.runs.job import Job
 
+NOT_HERE = "what it stands for is not here before it is awaited"
+AWAIT_IT = "await it above the block, and use the value that this gives (in a thread without a loop, `.result()`)"
+
 
 class Saved:
     """A value that the block saves under one name.
@@ -19,6 +22,9 @@ class Saved:
     `asyncio.shield(saved)` keeps it.
     A name that several invokes or sequences save has a list of their values.
     """
+
+    __block_refusal__ = NOT_HERE
+    __block_advice__ = AWAIT_IT
 
     def __init__(self, job: Job, name: str) -> None:
         self.name = name
@@ -69,6 +75,9 @@ class Saved:
 
 class Saves(Mapping[str, Saved]):
     """The saved values of a run by name. `await saves` gives all final values as a dict."""
+
+    __block_refusal__ = NOT_HERE
+    __block_advice__ = AWAIT_IT
 
     def __init__(self, job: Job) -> None:
         self._job = job

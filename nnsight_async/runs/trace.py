@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from nnsight_async.errors import OutsideBlockError, UnsupportedError
+from nnsight_async.errors import LocationError, OutsideBlockError, UnsupportedError
 from nnsight_async.interleave.tracer import ELSEWHERE, NOT_HERE, ONE_PROMPT
 from nnsight_async.runs.body import BodyStatement, Ready, caller, check_awaiting_allowed, check_blocking_allowed
 from nnsight_async.runs.group import planned
@@ -70,7 +70,7 @@ class Tracer(Handle):
         own = [other for other in dir(type(self)) if not other.startswith("_")]
         near = similar(name, own)
         instead = f"did you mean tracer.{near[0]}?" if near else f"it has {', '.join(own)}"
-        raise AttributeError(f"a tracer has no {name!r}; {instead}")
+        raise LocationError(f"a tracer has no {name!r}; {instead}")
 
     def __block_reference__(self) -> tuple[str, ...]:
         return ("tracer",)

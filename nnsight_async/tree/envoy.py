@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NoReturn, Self, overload
 
-from nnsight_async.errors import LocationError, UnreadableError
+from nnsight_async.errors import ItemError, LocationError, NotAListError, UnreadableError
 from nnsight_async.interleave.context import current, running
 from nnsight_async.interleave.locations import Location, expression
 from nnsight_async.interleave.refusals import unreadable
 from nnsight_async.tree import residual
 from nnsight_async.tree.heads import Heads, heads_below
 from nnsight_async.tree.manifest import join
-from nnsight_async.tree.names import missing, similar
+from nnsight_async.tree.names import missing, unsettable
 from nnsight_async.tree.render import as_html, as_text
 from nnsight_async.tree.source import Source
 
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 ABSENT = object()
 SETTABLE = ("output", "input", "inputs", "resid_pre", "resid_mid", "resid_post")
 ANOTHER_MODEL = "use the modules of the model that is traced; trace the other one by itself, and use its values here"
-
-
-class ItemError(LocationError, IndexError):
-    """An index past the end of a list of modules."""
 
 
 class Envoy:
@@ -203,9 +199,7 @@ class Envoy:
     def __setattr__(self, name: str, value: Any) -> None:
         declared = getattr(type(self), name, None)
         if not isinstance(declared, property) or declared.fset is None:
-            where, near = expression(self._path), similar(name, SETTABLE)
-            instead = f"did you mean {where}.{near[0]}?" if near else f"{', '.join(SETTABLE)} can"
-            raise AttributeError(f"{where}.{name} cannot be set; {instead}")
+            raise LocationError(unsettable(expression(self._path), name, SETTABLE))
         object.__setattr__(self, name, value)
 
     @overload
@@ -254,7 +248,8 @@ class Envoy:
     def _all_items(self) -> tuple[Self, ...]:
         if not self._info.is_list:
             children = ", ".join(self._info.children) or "none"
-            raise TypeError(f"{expression(self._path)} is a {self._info.cls}, not a list; its children: {children}")
+            what = f"{expression(self._path)} is a {self._info.cls}, not a list"
+            raise NotAListError(f"{what}; its children: {children}")
         items = self.__dict__["_items"] = tuple(self._child(name) for name in self._info.children)
         return items
 
@@ -268,6 +263,11 @@ class Envoy:
 
     def _repr_html_(self) -> str:
         return as_html(self._manifest, self._path)
+
+    def __block_check__(self) -> None:
+        """Raise what reading the module would, where that is known."""
+        if self._unreadable is not None:
+            raise self._refusal()
 
     def __block_reference__(self) -> tuple[str, ...]:
         return ("module", self._path)

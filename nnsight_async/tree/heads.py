@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Never
 
-from nnsight_async.errors import LocationError, ShapeError
+from nnsight_async.errors import LocationError, NotAListError, ShapeError
 from nnsight_async.interleave.context import current
 from nnsight_async.interleave.locations import Location, expression
+from nnsight_async.tree.names import unsettable
 
 if TYPE_CHECKING:
     from nnsight_async.tree.manifest import Manifest
 
 QUERY, KEY, VALUE = 0, 1, 2
+SETTABLE = ("output", "q", "k", "v")
 
 
 class Heads:
@@ -26,6 +28,11 @@ class Heads:
     def __init__(self, manifest: Manifest, path: str) -> None:
         self._manifest = manifest
         self._path = path
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in SETTABLE:
+            raise LocationError(unsettable(f"{expression(self._path)}.heads", name, SETTABLE))
+        object.__setattr__(self, name, value)
 
     @property
     def path(self) -> str:
@@ -79,7 +86,7 @@ class Heads:
         return Head(self, head)
 
     def __iter__(self) -> Never:
-        raise TypeError(
+        raise NotAListError(
             "heads are not iterated over, as how many there are is known where they pass: `heads.output` is "
             "[rows, heads, head_size], and `heads[i]` one of them"
         )
@@ -124,6 +131,11 @@ class Head:
     def __init__(self, heads: Heads, number: int) -> None:
         self._heads = heads
         self._number = number
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in SETTABLE:
+            raise LocationError(unsettable(f"{expression(self._heads.path)}.heads[{self._number}]", name, SETTABLE))
+        object.__setattr__(self, name, value)
 
     @property
     def output(self) -> Any:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from keyword import iskeyword
 from typing import TYPE_CHECKING
 
 import msgspec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+TAKEN = frozenset({
+    # by every module
+    "heads", "input", "inputs", "output", "resid_mid", "resid_post", "resid_pre", "save", "skip", "source",
+    # by every model
+    "aclose", "add_lora", "ainstall", "alaunch", "backward", "barrier", "clear_edits", "close", "dispatch",
+    "dispatched", "edit", "edits", "generate", "install", "launch", "list_loras", "logits", "map", "mode", "module",
+    "owners", "reading", "remove_lora", "repo", "run", "samples", "scan", "session", "stats", "taps", "tokenizer",
+    "trace", "tree", "uninstall", "vllm_entrypoint",
+})  # fmt: skip
+"""Names that a module cannot be given, because they stand for something else there."""
 
 FORMAT = 2  # part of every cache key: raise it when a field changes
 
@@ -106,14 +119,23 @@ class Manifest(msgspec.Struct, frozen=True):
 
     def renamed(self, renames: Mapping[str, str]) -> Manifest:
         """With other names for modules: `{"model.layers": "layers"}` for one path, `{"self_attn": "attn"}` for every
-        module of that name. Raises `ValueError` for a path that does not exist or a name that is taken."""
+        module of that name. Raises `ValueError` for a path that does not exist, and for a name that is none, is given
+        twice, or hides something that a model or a module has."""
         names = {info.name for info in self.modules.values()}
+        parameters = {part.name for info in self.modules.values() for part in info.parameters}
+        given = Counter(renames.values())
         for path, alias in renames.items():
             if path not in (self.modules if "." in path else names):
                 raise ValueError(f"rename: the model has no module {path!r}")
             taken = self.root.children if "." in path else names
-            if alias in taken or not alias.isidentifier():
-                raise ValueError(f"rename: {alias!r} is the name of a module already, or not a name")
+            if not alias.isidentifier() or iskeyword(alias) or alias.startswith("_"):
+                raise ValueError(f"rename: {alias!r} is not a name that can be written as `model.{alias}`")
+            if alias in taken:
+                raise ValueError(f"rename: {alias!r} is the name of a module already")
+            if alias in TAKEN or alias in parameters:
+                raise ValueError(f"rename: {alias!r} would hide what models or modules have under that name")
+            if given[alias] > 1:
+                raise ValueError(f"rename: {alias!r} is given to several modules")
         return msgspec.structs.replace(self, renames={alias: path for path, alias in renames.items()})
 
     @property

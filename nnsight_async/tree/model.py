@@ -80,7 +80,7 @@ class ModelView:
         if running() is not None and name not in ("logits", "samples"):
             near = similar(name, ("logits", "samples"))
             instead = f"did you mean model.{near[0]}?" if near else "model.logits and model.samples can"
-            raise AttributeError(f"model.{name} cannot be set in a block; {instead}")
+            raise LocationError(f"model.{name} cannot be set in a block; {instead}")
         object.__setattr__(self, name, value)
 
     def _own(self) -> list[str]:

@@ -38,6 +38,13 @@ def similar(name: str, names: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(name, list(names), SUGGESTIONS, 0.75)
 
 
+def unsettable(here: str, name: str, settable: Sequence[str]) -> str:
+    """The message for an assignment to `name` of what is written `here`."""
+    near = similar(name, settable)
+    instead = f"did you mean {here}.{near[0]}?" if near else f"{', '.join(settable)} can"
+    return f"{here}.{name} cannot be set; {instead}"
+
+
 def _elsewhere(manifest: Manifest, path: str, name: str) -> Iterator[str]:
     folded = _folded(manifest.modules)
     by_name: dict[str, list[str]] = {}

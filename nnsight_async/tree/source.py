@@ -11,12 +11,15 @@ from nnsight_async.interleave.context import current
 from nnsight_async.interleave.locations import Location
 from nnsight_async.interleave.refusals import missing, unreadable
 from nnsight_async.tree.listed import as_html, as_text, open_text
-from nnsight_async.tree.names import similar
+from nnsight_async.tree.names import similar, unsettable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from nnsight_async.tree.manifest import Manifest, OperationInfo, SourceInfo
+
+
+SETTABLE = ("output", "input", "inputs")
 
 
 class Source:
@@ -56,7 +59,7 @@ class Source:
         return self.__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{self._written()}.{name} cannot be set; its .output, .input and .inputs can")
+        raise LocationError(f"{self._written()}.{name} cannot be set; its .output, .input and .inputs can")
 
     def __iter__(self) -> Iterator[str]:
         return iter([info.name for info in self._info.operations] if self._info is not None else ())
@@ -112,6 +115,11 @@ class Operation:
         here = f"{self._owner._written()}.{self._name}"
         instead = f"did you mean {here}.{near[0]}?" if near else "it has output, input, inputs and source"
         raise LocationError(f"{here} has no {name!r}; {instead}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and name not in SETTABLE:
+            raise LocationError(unsettable(f"{self._owner._written()}.{self._name}", name, SETTABLE))
+        object.__setattr__(self, name, value)
 
     @property
     def output(self) -> Any:

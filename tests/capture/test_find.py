@@ -81,6 +81,7 @@ def test_as_assigns_although_the_body_begins_with_try(trace: Any) -> None:
     assert (x, y, run.captured) == (1, 2, True)
 
 
+@pytest.mark.filterwarnings("ignore:.*where it is a copy:UserWarning")
 def test_a_body_that_begins_with_try_and_no_as(trace: Any) -> None:
     ran = []
     with trace():

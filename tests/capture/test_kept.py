@@ -10,6 +10,7 @@ import pytest
 
 from nnsight_async.capture.function import from_function
 from nnsight_async.errors import CaptureError
+from nnsight_async.interleave.context import save
 
 OUTSIDE = """
 import collections
@@ -118,6 +119,7 @@ def test_is_refused(body: str, advice: str, cell: Any, trace: Any, saves: Any) -
         assert saves == {}
 
 
+@pytest.mark.filterwarnings("ignore:.*where it is a copy:UserWarning")
 @pytest.mark.parametrize("body", FINE)
 def test_is_accepted(body: str, cell: Any, trace: Any, saves: Any, model: Any) -> None:
     class Module:
@@ -192,3 +194,47 @@ def helper(x: Any) -> None:
 def test_a_helper(trace: Any) -> None:
     with pytest.raises(CaptureError, match=r"'OUTER' is bound outside(.|\n)*OUTER\.append\(x\.save\(\)\)"), trace():
         helper(1)
+
+
+def test_private_names(trace: Any, saves: Any) -> None:
+    class Experiment:
+        def __init__(self) -> None:
+            self.__all: list[int] = []
+
+        def kept(self) -> None:
+            with trace():
+                self.__all.append((1).save())
+
+        def kept_in_a_variable(self) -> None:
+            __found: list[int] = []
+            with trace():
+                __found.append((1).save())
+
+        def filled(self) -> list[int]:
+            with trace():
+                self.__all.append(1)
+            return self.__all
+
+        def bound(self) -> tuple[int, int]:
+            with trace():
+                __x = (4).save()
+                __y = save(__x + 1)
+            return __x, __y
+
+        def saved(self) -> list[int]:
+            __found = [0]
+            with trace():
+                __found.append(2)
+                __found.save()  # type: ignore[attr-defined]
+            return __found
+
+    experiment = Experiment()
+    with pytest.raises(CaptureError, match=r"self\.__all\.append"):
+        experiment.kept()
+    with pytest.raises(CaptureError, match=r"`__found = save\(\[\]\)`"):
+        experiment.kept_in_a_variable()
+    with pytest.warns(UserWarning, match=r"changes 'self\.__all'"):
+        assert experiment.filled() == []
+    assert experiment.bound() == (4, 5)
+    assert saves == {"__x": 4, "__y": 5}
+    assert experiment.saved() == [0, 2]

@@ -57,7 +57,14 @@ SAVES: dict[str, tuple[dict[str, object], tuple[str, ...]]] = {
     "a = b = run.save(x)": ({"a": 3, "b": 3}, ("a", "b")),
     "h = run.save('text')": ({"h": "text"}, ("h",)),
     "h = run.save(x, 'mine')": ({"mine": 3}, ()),
-    "box = [run.save(x)]": ({"?": 3}, ()),
+    "box = [run.save(x)]": ({"x": 3}, ()),
+    "run.save(x + 1)": ({"x + 1": 4}, ()),
+    "save(x + 1)": ({"x + 1": 4}, ()),
+    "package.save(pair[0])": ({"pair[0]": 3}, ()),
+    "print(save(x * 2), save(y), file=sink)": ({"x * 2": 6, "y": 4}, ()),
+    "def f(v):\n    save(v)\n    run.save(-v)\nf(x)": ({"v": 3, "-v": -3}, ()),
+    "len([save(v) for v in pair])": ({"v": 4}, ()),
+    "save(save(x) + 1)": ({"x": 3, "save(x) + 1": 4}, ()),
     "a = b = package.save(x)": ({"a": 3, "b": 3}, ("a", "b")),
     "def f(v):\n    h = v.save()\n    return h\nk = f(x)": ({"v": 3}, ()),
     "f = lambda v: v.save()\nf(x)": ({"v": 3}, ()),
@@ -99,6 +106,7 @@ def test_a_call_named_save_that_is_not_ours_gets_no_name(trace: Any, saves: Any)
     with trace() as run:
         key = store.save(1)
         key.save()
+        store.save(2)
 
     assert (key, saves, run.block.names) == (101, {"key": 101}, ("key",))
 

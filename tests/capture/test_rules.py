@@ -26,6 +26,9 @@ REFUSED = {
     "nonlocal": ("nonlocal z\nz = 1", "nonlocal z", "after the block"),
     "nonlocal of the caller": ("def f():\n    nonlocal z\n    z = 1", "", "nonlocal"),
     "super": ("super().run()", "super().run()", "super(Class, self)"),
+    "super in a function": ("def f():\n    super().run()", "super().run()", "super(Class, self)"),
+    "super among the bases": ("class D(super().kind):\n    pass", "class D(super().kind):", "super(Class, self)"),
+    "__class__": ("x = __class__", "x = __class__", "super(Class, self)"),
 }
 
 PLACE = """

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -24,6 +25,7 @@ import pytest
 from nnsight_async.capture.function import from_function
 from nnsight_async.capture.load import load
 from nnsight_async.errors import ShippingError
+from nnsight_async.runs.saved import Saved
 
 FACTOR = 3
 
@@ -215,6 +217,7 @@ CASES: dict[str, tuple[Any, str]] = {
     "generator": (_generator, "make it a list above the block"),
     "socket": (socket.socket, "belongs to its process"),
     "event loop": (asyncio.new_event_loop, "no event loop runs in the worker"),
+    "saved": (lambda: Saved(SimpleNamespace(source=lambda name: threading.RLock()), "x"), "await it above the block"),
     "frame": (sys._getframe, "take the values you need out of the frame"),
 }
 

@@ -19,6 +19,9 @@ import pytest
 from nnsight_async.capture.body import BodyCapture
 from nnsight_async.errors import CaptureError
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*where it is a copy:UserWarning")
+"""Many bodies would fill a list, to show that they do not run here."""
+
 
 @pytest.fixture
 def untraced() -> Any:

@@ -14,6 +14,7 @@ import torch
 from nnsight_async.errors import (
     BlockTimeoutError,
     GenerationEndedError,
+    LocationError,
     NotComputedError,
     OutOfOrderError,
     OutsideBlockError,
@@ -465,9 +466,9 @@ def test_a_save_that_replaces_another_of_its_step_under_no_name_warns_at_its_lin
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
-        ("itre", AttributeError, r"has no 'itre'; did you mean tracer\.iter\?"),
-        ("saev", AttributeError, r"did you mean tracer\.save\?"),
-        ("xyzzy", AttributeError, "it has iter, all, stop, save, cache, step, invoke"),
+        ("itre", LocationError, r"has no 'itre'; did you mean tracer\.iter\?"),
+        ("saev", LocationError, r"did you mean tracer\.save\?"),
+        ("xyzzy", LocationError, "it has iter, all, stop, save, cache, step, invoke"),
         ("result", OutsideBlockError, r"tracer\.result is that of the whole run: use it after the block"),
         ("saves", OutsideBlockError, "use it after the block"),
         ("scan", UnsupportedError, "TransformersModel"),

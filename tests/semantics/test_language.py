@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from nnsight_async import BlockTimeoutError, OutOfOrderError, save
+from nnsight_async import BlockTimeoutError, OutOfOrderError, UnreadableError, save
 from nnsight_async.testing.oracle import generation
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -49,6 +49,17 @@ def test_a_cache_of_everything(model):
     with model.trace(PROMPT, max_tokens=1) as tracer:
         cache = tracer.cache().save()
     assert {"model.layers.3.output", "model.norm.output", "model.layers.0.self_attn.attn.output"} <= set(cache)
+
+
+@pytest.mark.backends("vllm")
+def test_a_cache_of_what_cannot_be_read(model):
+    for modules, why in (
+        ([model.lm_head], "read model.logits"),
+        ([model.model.layers[0], model.model.layers[2].self_attn.rotary_emb], r"read it there"),
+        ([model.model.layers], "read its items"),
+    ):
+        with pytest.raises(UnreadableError, match=why), model.trace(PROMPT, max_tokens=1) as tracer:
+            tracer.cache(modules).save()
 
 
 def test_renamed_modules_answer_to_both_names(model):
@@ -130,8 +141,15 @@ def test_helpers_closures_recursion_and_classes(model, hf):
 
     with model.trace(PROMPT, max_tokens=1, temperature=0.0):
 
-        class Probe:
-            scale = 1.0
+        class Scaled(torch.nn.Module):
+            def __init__(self, scale):
+                super().__init__()
+                self.scale = scale
+
+        class Probe(Scaled):
+            def __init__(self):
+                super().__init__(1.0)
+                self.kind = __class__
 
             def score(self, hidden):
                 return float(hidden[-1].sum() * self.scale)

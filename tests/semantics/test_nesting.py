@@ -125,7 +125,7 @@ def test_wrong_names(model):
     with pytest.raises(LocationError, match=r"did you mean model\.logits\?"):
         with model.trace(PROMPT, **GREEDY):
             logits = model.logit.save()
-    with pytest.raises(AttributeError, match=r"did you mean tracer\.iter\?"):
+    with pytest.raises(LocationError, match=r"did you mean tracer\.iter\?"):
         with model.trace(PROMPT, **GREEDY) as tracer:
             for step in tracer.itre[:]:
                 number = save(step)
@@ -135,7 +135,7 @@ def test_wrong_names(model):
     assert caught.value.__notes__[0] == "did you mean .save()?"
     with model.trace(PROMPT, **GREEDY) as tracer:
         logits = model.logits.save()
-    with pytest.raises(AttributeError, match=r"a tracer has no 'reslut'; did you mean tracer\.result\?"):
+    with pytest.raises(LocationError, match=r"a tracer has no 'reslut'; did you mean tracer\.result\?"):
         tracer.reslut
     with pytest.raises(LocationError, match=r"did you mean model\.logits\?"):
         model.logit

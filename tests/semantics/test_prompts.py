@@ -162,7 +162,15 @@ def print_nothing(model: Any, tracer: Any) -> None:
 
 @pytest.mark.backends("vllm")
 def test_values_of_a_wrong_type_do_not_reach_the_engine(model):
-    wrong = {"seed": "seven", "ignore_eos": "no", "logit_bias": {"3": 1}, "priority": "high"}
+    wrong = {
+        "max_tokens": "3",
+        "temperature": "0",
+        "stop": 5,
+        "seed": "seven",
+        "ignore_eos": "no",
+        "logit_bias": {"3": 1},
+        "priority": "high",
+    }
     for name, value in [*wrong.items(), ("priority", 1.5), ("priority", 1 << 63)]:
         with pytest.raises(TypeError, match=name):
             model.trace([5, 6], **{name: value})

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nnsight_async import CaptureError, save
+from nnsight_async import CaptureError, ShippingError, save
 from nnsight_async.testing.oracle import generation
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
@@ -85,7 +85,10 @@ def test_saves_without_a_name_have_that_of_their_text(model, hf):
     with warnings.catch_warnings(), model.trace(PROMPT, **GREEDY) as tracer:
         for _ in tracer.iter[:]:
             grab(model.model.layers[1], model)
-            print((model.logits * 2).save().shape[0], end="")
+            print((model.logits * 2).save().shape[0], save(model.logits * 3).shape[0], end="")
+            tracer.save(model.samples + 0)
+    torch.testing.assert_close(tracer.saves["model.logits * 3"], expected.logits[1:] * 3, **CLOSE)
+    assert tracer.saves["model.samples + 0"].tolist() == [expected.ids[1:]]
     torch.testing.assert_close(tracer.saves["model.logits * 2"], expected.logits[1:] * 2, **CLOSE)
     assert tracer.saves["layer.output[0]"].shape == (1, 128)
 
@@ -186,3 +189,91 @@ def test_a_name_that_was_not_saved(model):
     with pytest.raises(UnboundLocalError, match="'hidden'"):
         print(hidden)
     assert logits.shape[0] == 1
+
+
+def test_what_is_done_in_later_steps_to_tensors_in_a_saved_container(model, hf):
+    expected = generation(hf, PROMPT, 3)
+    with model.trace(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True) as tracer:
+        total = torch.zeros(128)
+        found = save({"sum": total, "highest": torch.full((2,), -1.0)})
+        logits, rows = save([]), save([])
+        for step in tracer.iter[:]:
+            stream = model.model.layers[1].resid_post
+            total += stream.sum(0)
+            torch.maximum(found["highest"], torch.full((2,), float(step)), out=found["highest"])
+            rows.append(stream[-1] * 1)
+            logits.append(model.logits[0])
+        mean = torch.stack(rows).mean(0)
+        for row in rows:
+            row -= mean
+    torch.testing.assert_close(found["sum"], expected.streams[1].sum(0), **CLOSE)
+    assert found["highest"].tolist() == [2, 2]
+    last = expected.streams[1][len(PROMPT) - 1 :]
+    torch.testing.assert_close(torch.stack(rows), last - last.mean(0), **CLOSE)
+    torch.testing.assert_close(torch.stack(logits), expected.logits, **CLOSE)
+
+
+async def test_a_stream_of_what_is_changed_in_place(model, hf):
+    streams = generation(hf, PROMPT, 3).streams[1]
+    async with model.trace(PROMPT, max_tokens=3, temperature=0.0, ignore_eos=True) as tracer:
+        found = save([torch.zeros(128)])
+        for _ in tracer.iter[:]:
+            found[0] += model.model.layers[1].resid_post.sum(0)
+    values = [value async for (value,) in found.stream()]
+    assert len(values) == 3
+    for step, value in enumerate(values):
+        torch.testing.assert_close(value, streams[: len(PROMPT) + step].sum(0), **CLOSE)
+
+
+def test_what_is_put_into_an_object_from_outside_is_warned_of_and_what_the_message_says_works(model, hf):
+    tops, count = [0.0], 0
+    with pytest.warns(UserWarning, match=r"(Write `(tops|count)\.save\(\)`)") as caught:
+        with model.trace(PROMPT, **GREEDY) as tracer:
+            for _ in tracer.iter[:]:
+                tops.append(float(model.logits.max()))
+                count += 1
+    assert len(caught) == 2
+    assert (tops, count) == ([0.0], 0)
+    with model.trace(PROMPT, **GREEDY) as tracer:
+        for _ in tracer.iter[:]:
+            tops.append(float(model.logits.max()))
+            count += 1
+        tops.save()
+        count.save()
+    assert count == 2
+    assert tops == pytest.approx([0.0, *generation(hf, PROMPT, 2).logits.max(-1).values.tolist()], abs=1e-4)
+
+
+def test_a_name_that_is_saved_twice_in_a_step_has_the_last_value(model, hf):
+    with model.trace(PROMPT, max_tokens=1) as tracer:
+        for layer in model.model.layers[:3]:
+            layer.resid_post.save("given")
+            variable = layer.resid_post.save()
+    expected = generation(hf, PROMPT, 1).streams[2]
+    torch.testing.assert_close(tracer.saves["given"], expected, **CLOSE)
+    torch.testing.assert_close(variable, expected, **CLOSE)
+
+
+async def test_a_saved_of_another_block_is_to_be_awaited(model, hf):
+    async with model.trace(PROMPT, **GREEDY) as tracer:
+        for _ in tracer.iter[:]:
+            first = model.logits.save()
+    with pytest.raises(ShippingError, match=r"uses 'first', a Saved(.|\n)*await it above the block"):
+        async with model.trace(PROMPT, **GREEDY):
+            difference = (model.logits - first).save()
+    first = await first
+    async with model.trace(PROMPT, max_tokens=1):
+        difference = (model.logits - first).save()
+    logits = generation(hf, PROMPT, 2).logits
+    torch.testing.assert_close((await difference)[0], logits[0] - logits[1], **CLOSE)
+
+
+def test_private_names_of_a_method(model, hf):
+    class Experiment:
+        def run(self):
+            self.__scale = 2
+            with model.trace(PROMPT, max_tokens=1):
+                __doubled = (model.logits * self.__scale).save()
+            return __doubled
+
+    torch.testing.assert_close(Experiment().run(), generation(hf, PROMPT, 1).logits * 2, **CLOSE)

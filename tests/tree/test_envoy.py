@@ -7,8 +7,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from nnsight_async.errors import CaptureError, LocationError, NotATapError, OutsideBlockError, UnreadableError
+import nnsight_async
+from nnsight_async.errors import (
+    CaptureError,
+    ItemError,
+    LocationError,
+    NotAListError,
+    NotATapError,
+    OutsideBlockError,
+    UnreadableError,
+)
 from nnsight_async.tree.envoy import Envoy
+from nnsight_async.tree.heads import Heads
+from nnsight_async.tree.manifest import TAKEN
 from nnsight_async.tree.model import ModelView
 
 if TYPE_CHECKING:
@@ -66,14 +77,14 @@ def test_lists_have_the_manners_of_lists(model: Envoy) -> None:
     assert layers[-1] is layers[2]
     assert layers[1:] == [layers[1], layers[2]]
     assert layers["1"] is layers[1]
-    with pytest.raises(IndexError, match=r"model\.model\.layers\[3\] does not exist: .* has 3 items"):
+    with pytest.raises(ItemError, match=r"model\.model\.layers\[3\] does not exist: .* has 3 items"):
         layers[3]
 
 
 def test_only_lists_have_the_manners_of_lists(model: Envoy) -> None:
     assert model
     for wrong in (lambda: len(model), lambda: list(model), lambda: model[0]):
-        with pytest.raises(TypeError, match="not a list; its children: model, lm_head"):
+        with pytest.raises(NotAListError, match="not a list; its children: model, lm_head"):
             wrong()
 
 
@@ -97,10 +108,30 @@ def test_a_path_may_be_had_at_the_root_under_the_last_of_its_names(manifest: Man
     assert model.model.layers.__block_reference__() == ("module", "model.layers")
 
 
-@pytest.mark.parametrize("renames", [{"model.layers": "lm_head"}, {"mlp": "norm"}, {"model.layers": "two words"}])
-def test_a_new_name_that_means_something_else_there_is_refused(manifest: Manifest, renames: dict[str, str]) -> None:
-    with pytest.raises(ValueError, match="is the name of a module already, or not a name"):
+@pytest.mark.parametrize(
+    ("renames", "why"),
+    [
+        ({"model.layers": "lm_head"}, "'lm_head' is the name of a module already"),
+        ({"mlp": "norm"}, "'norm' is the name of a module already"),
+        ({"model.layers": "two words"}, "'two words' is not a name"),
+        ({"mlp": "class"}, "'class' is not a name"),
+        ({"mlp": "_info"}, "'_info' is not a name"),
+        ({"mlp": "inputs"}, "'inputs' would hide"),
+        ({"model.layers": "trace"}, "'trace' would hide"),
+        ({"mlp": "weight"}, "'weight' would hide"),
+        ({"mlp": "part", "model.layers": "part"}, "'part' is given to several modules"),
+    ],
+)
+def test_a_new_name_that_means_something_else_there_is_refused(
+    manifest: Manifest, renames: dict[str, str], why: str
+) -> None:
+    with pytest.raises(ValueError, match=f"rename: {why}"):
         manifest.renamed(renames)
+
+
+def test_what_modules_and_models_have_is_known_as_taken() -> None:
+    kinds = (Envoy, ModelView, nnsight_async.VLLM, nnsight_async.TransformersModel)
+    assert {name for kind in kinds for name in dir(kind) if not name.startswith("_")} <= TAKEN
 
 
 def test_outside_a_block_nothing_is_read(model: Envoy) -> None:
@@ -175,7 +206,7 @@ def test_a_wrong_name_of_a_whole_model(manifest: Manifest, in_block: Any, name: 
 def test_a_wrong_name_cannot_be_set_in_a_block(manifest: Manifest, in_block: Any, context: Any) -> None:
     model = ModelView(Envoy(manifest))
 
-    with pytest.raises(AttributeError, match=r"model\.logit cannot be set in a block; did you mean model\.logits\?"):
+    with pytest.raises(LocationError, match=r"model\.logit cannot be set in a block; did you mean model\.logits\?"):
         in_block(lambda: setattr(model, "logit", 1))
     in_block(lambda: setattr(model, "logits", 1))
     assert context.asked == [("write", "model.logits", 1)]
@@ -222,7 +253,7 @@ def test_a_refusal_of_the_block_arrives_as_it_was_raised(model: Envoy, in_block:
 @pytest.mark.parametrize("name", ["lm_head", "weight", "_path"])
 def test_nothing_else_can_be_set(model: Envoy, name: str) -> None:
     with pytest.raises(
-        AttributeError, match=r"cannot be set; output, input, inputs, resid_pre, resid_mid, resid_post can"
+        LocationError, match=r"cannot be set; output, input, inputs, resid_pre, resid_mid, resid_post can"
     ):
         setattr(model, name, 1)
 
@@ -230,9 +261,21 @@ def test_nothing_else_can_be_set(model: Envoy, name: str) -> None:
 @pytest.mark.parametrize(("name", "meant"), [("outputs", "output"), ("outptu", "output"), ("resid_pots", "resid_post")])
 def test_a_slip_in_what_is_set_gets_the_nearest(model: Envoy, name: str, meant: str) -> None:
     with pytest.raises(
-        AttributeError, match=rf"model\.lm_head\.{name} cannot be set; did you mean model\.lm_head\.{meant}\?"
+        LocationError, match=rf"model\.lm_head\.{name} cannot be set; did you mean model\.lm_head\.{meant}\?"
     ):
         setattr(model.lm_head, name, 1)
+
+
+def test_a_slip_in_what_is_set_of_heads(manifest: Manifest) -> None:
+    heads = Heads(manifest, "lm_head")
+    with pytest.raises(LocationError, match=r"model\.lm_head\.heads\.outputs cannot be set; did you .*heads\.output\?"):
+        heads.outputs = 1  # type: ignore[attr-defined]
+    with pytest.raises(LocationError, match=r"model\.lm_head\.heads\[1\]\.w cannot be set; output, q, k, v can"):
+        heads[1].w = 1  # type: ignore[attr-defined]
+    with pytest.raises(NotAListError, match="are not iterated over"):
+        list(heads)
+    for kind, refined in ((ItemError, IndexError), (NotAListError, TypeError)):
+        assert issubclass(kind, (refined, LocationError, AttributeError, nnsight_async.NNsightError))
 
 
 def test_a_subclass_is_inherited_by_the_children_and_may_add_writable_properties(manifest: Manifest) -> None:

@@ -89,10 +89,16 @@ def test_what_is_not_there_or_not_python(model: Any) -> None:
 
 
 def test_only_values_are_written(model: Any) -> None:
-    with pytest.raises(AttributeError, match=r"model.derived.source.lin_0 cannot be set; its .output"):
+    with pytest.raises(LocationError, match=r"model.derived.source.lin_0 cannot be set; its .output"):
         model.derived.source.lin_0 = 1
-    with pytest.raises(AttributeError, match=r".source cannot be set"):
+    with pytest.raises(LocationError, match=r".source cannot be set"):
         model.derived.source = 1
+    with pytest.raises(
+        LocationError, match=r"lin_0\.ouput cannot be set; did you mean model\.derived\..*lin_0\.output\?"
+    ):
+        model.derived.source.lin_0.ouput = 1
+    with pytest.raises(LocationError, match=r"lin_0\.value cannot be set; output, input, inputs can"):
+        model.derived.source.lin_0.value = 1
 
 
 def test_one_text_serves_all_modules_of_a_class(model: Any) -> None:
