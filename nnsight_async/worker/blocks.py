@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nnsight_async.capture.load import load
+from nnsight_async.capture.load import PLAIN, load
 from nnsight_async.interleave.block import BlockRun
 from nnsight_async.interleave.interleaver import Interleaver
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
+from nnsight_async.interleave.planned import PlannedSaves
 from nnsight_async.interleave.rows import Batch, Span
 from nnsight_async.runs.shipment import Shipment
+from nnsight_async.tree.plans import plan_of
 from nnsight_async.tree.references import resolved
 from nnsight_async.worker.constants import Constants
 
@@ -188,6 +190,8 @@ class Blocks:
             else:
                 self._edited_by[run], run.rowwise = number, edit.rowwise
                 self._begin(run, edit.payload)
+        if len(runs) == 1 and self.interleaver.plans:
+            self._plan(runs[0])
         if shipped.adapter:
             self._outbox.say(key, len(runs), failure)
         self._outbox.flush()  # what could not begin
@@ -199,6 +203,12 @@ class Blocks:
         self._prepare(run, block or b"")
         if run.error is not None:
             self._outbox.report(run)
+
+    def _plan(self, run: BlockRun) -> None:
+        """Have what the block does done together with others, if it is of the few forms of which that can be told."""
+        planned = None if run.over else plan_of(run, self.interleaver, PLAIN)
+        if planned is not None:
+            run.planned, run.saves = planned, PlannedSaves(run.saves.budget)
 
     def _prepare(self, run: BlockRun, block: bytes) -> None:
         model = self.interleaver.model
