@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -108,11 +109,10 @@ class Plan(NamedTuple):
         going = step >= start and (stop is None or step < stop) and (step - start) % stride == 0
         return self.later if going else NOTHING
 
-    @property
-    def last(self) -> int | None:
-        """The last step in which something is done; None where there is no last one."""
+    def last(self) -> float:
+        """The last step in which something is done."""
         start, stop, stride = self.steps
-        return None if stop is None else max([0, *range(start, stop, stride)[-1:]])
+        return math.inf if stop is None else max([0, *range(start, stop, stride)[-1:]])
 
 
 NOTHING = Phase()
@@ -125,6 +125,8 @@ class Planned(NamedTuple):
 
     plan: Plan
     operands: tuple[torch.Tensor, ...]
+    last: float
+    """The last step in which it does anything."""
 
 
 @lru_cache(maxsize=1024)

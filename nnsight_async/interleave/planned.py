@@ -67,10 +67,11 @@ class Turns:
 
     def begin(self, run: BlockRun) -> None:
         """A step of `run` begins."""
-        plan = run.planned.plan  # type: ignore[union-attr]
-        phase = plan.phase(run.step)
+        planned = run.planned
+        assert planned is not None
+        phase = planned.plan.phase(run.step)
         run.saves.begun = phase.lists  # type: ignore[attr-defined]
-        run.finished = plan.last is not None and run.step >= plan.last
+        run.finished = run.step >= planned.last
         if phase.stages:
             found = self._groups.get(id(phase))
             if found is None:
@@ -178,7 +179,8 @@ class Turns:
 
 def _fail(run: BlockRun, line: int, error: Exception) -> None:
     """End a run with an error that was raised for a line of its block."""
-    plan = run.planned.plan  # type: ignore[union-attr]
+    assert run.planned is not None
+    plan = run.planned.plan
     run.fail(error.with_traceback(None))
     run.stood = [(plan.filename, line, plan.function)]
 

@@ -117,7 +117,7 @@ class _Maker:
         code = self._program.__code__
         if loop is None:
             plan = Plan(self._phase(), Phase(), ONCE, code.co_filename, code.co_name)
-            return Planned(one_of(plan), tuple(self._operands))
+            return Planned(one_of(plan), tuple(self._operands), plan.last())
         _, _, name, tracer, steps, body = loop
         if self._value(tracer) is not self._tracer:
             raise _NoPlan
@@ -136,7 +136,7 @@ class _Maker:
         self._run(body)
         later = self._phase()
         plan = Plan(first, later, (start, stop, stride), code.co_filename, code.co_name)
-        return Planned(one_of(plan), tuple(self._operands))
+        return Planned(one_of(plan), tuple(self._operands), plan.last())
 
     def _begin(self) -> None:
         """A phase begins."""
