@@ -105,15 +105,20 @@ def _saver(function: ast.expr) -> Form:
 def _loop(names: tuple[str, ...], each: ast.expr, body: list[ast.stmt], line: int) -> Form:
     match each:
         case ast.Subscript(ast.Attribute(tracer, "iter"), steps) if len(names) == 1:
-            return "steps", line, names[0], _expression(tracer), _key(steps), _statements(body)
+            return "steps", line, names[0], _expression(tracer), _key(steps), _inner(body)
         case ast.Call(ast.Attribute(tracer, "all"), [], []) if len(names) == 1:
             every = "slice", None, None, None
-            return "steps", line, names[0], _expression(tracer), every, _statements(body)
+            return "steps", line, names[0], _expression(tracer), every, _inner(body)
         case _:
-            inner = _statements(body)
-            if inner and inner[-1][0] == "steps":
-                raise _Other
-            return "each", line, names, _expression(each), inner
+            return "each", line, names, _expression(each), _inner(body)
+
+
+def _inner(body: list[ast.stmt]) -> tuple[Form, ...]:
+    """Statements of a loop, without one over steps among them."""
+    found = _statements(body)
+    if found and found[-1][0] == "steps":
+        raise _Other
+    return found
 
 
 def _expression(node: ast.expr) -> Form:

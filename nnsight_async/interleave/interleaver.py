@@ -139,8 +139,13 @@ class Interleaver:
         slab = self._slab(value, event, rounds[0])
         for run in replaying:
             self._replay(run, event, slab)
-        self.turns.come(event, slab, self._spans)
-        value = self._let_visit(rounds[0], event, slab, replaying)
+        wrote: list[BlockRun] = [*replaying]
+        for waiting in self.turns.rounds(event):
+            wrote += self.turns.come(waiting, slab, self._spans)
+            if self._stacked:
+                value = self._written(slab, (), wrote)
+                slab = self._slab(value, event, rounds[0], before=slab)
+        value = self._let_visit(rounds[0], event, slab, wrote)
         for others in rounds[1:]:
             slab = self._slab(value, event, others, before=slab)
             value = self._let_visit(others, event, slab)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from nnsight_async.interleave.together import Piece
 from nnsight_async.interleave.visit import Visit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from nnsight_async.interleave.block import BlockRun
     from nnsight_async.interleave.interleaver import Interleaver
@@ -54,13 +55,17 @@ class PlannedSaves(Saves):
             self.ready.append(Entry(save.name, "set", value))
 
 
+Waiting = tuple["Stage", "list[BlockRun]"]
+
+
 class Turns:
     """The runs of this step that have plans."""
 
     def __init__(self, interleaver: Interleaver) -> None:
         self._interleaver = interleaver
-        self._groups: dict[int, tuple[Phase, list[BlockRun]]] = {}
-        self._stages: dict[Location, list[tuple[Stage, list[BlockRun]]]] = {}
+        self._groups: dict[tuple[int, int], tuple[Phase, list[BlockRun]]] = {}
+        self._stages: dict[Location, dict[int, list[Waiting]]] = {}
+        """By the part of their requests: what an earlier one has written, a later one sees."""
         self._operands: dict[tuple[int, int], Operands] = {}
         self._before: dict[tuple[int, int], Operands] = {}
         """Those of the step before, which has mostly had the same runs."""
@@ -73,31 +78,40 @@ class Turns:
         run.saves.begun = phase.lists  # type: ignore[attr-defined]
         run.finished = run.step >= planned.last
         if phase.stages:
-            found = self._groups.get(id(phase))
+            key = run.part, id(phase)
+            found = self._groups.get(key)
             if found is None:
-                found = self._groups[id(phase)] = phase, []
+                found = self._groups[key] = phase, []
             found[1].append(run)
 
     def wait(self) -> None:
         """All runs of the step have begun: have what they need reported."""
-        for phase, runs in self._groups.values():
+        for (part, _), (phase, runs) in sorted(self._groups.items(), key=_part):
             for stage in phase.stages:
                 self._interleaver.waiting.want(stage.event)
-                self._stages.setdefault(stage.event, []).append((stage, runs))
+                self._stages.setdefault(stage.event, {}).setdefault(part, []).append((stage, runs))
         self._groups.clear()
 
-    def come(self, event: Location, slab: Slab, spans: Any) -> None:
-        """What was waited for passes."""
-        for stage, runs in self._stages.pop(event, ()):
+    def rounds(self, event: Location) -> Iterable[list[Waiting]]:
+        """Those who wait for what passes: one round after the other."""
+        return self._stages.pop(event, {}).values()
+
+    def come(self, waiting: list[Waiting], slab: Slab, spans: Mapping[BlockRun, Span]) -> list[BlockRun]:
+        """What was waited for passes; returns the runs that have written something."""
+        wrote: list[BlockRun] = []
+        for stage, runs in waiting:
             going = sorted(((spans[run], run) for run in runs if run.error is None), key=_start)
             for members in _alike(going):
                 self._do(stage, members, slab)
+            if any(isinstance(deed, Change) for deed in stage.deeds):
+                wrote += runs
+        return wrote
 
     def settle(self) -> None:
         """The step is over: what has not come does not come any more."""
-        for event, waiting in self._stages.items():
+        for event, rounds in self._stages.items():
             self._interleaver.waiting.drop(event)
-            for stage, runs in waiting:
+            for stage, runs in chain.from_iterable(rounds.values()):
                 for run in runs:
                     if run.error is None:
                         first = next(deed for deed in stage.deeds if isinstance(deed, Read))
@@ -111,11 +125,17 @@ class Turns:
         self._before.clear()
 
     def _do(self, stage: Stage, members: list[tuple[Span, BlockRun]], slab: Slab) -> None:
-        try:
-            self._together(stage, members, slab)
-        except Exception:  # of whatever kind: each alone does what its block would have done, and raises what it would
+        if not self._done(stage, members, slab):
             for span, run in members:
                 self._alone(stage, span, run, slab)
+
+    def _done(self, stage: Stage, members: list[tuple[Span, BlockRun]], slab: Slab) -> bool:
+        """Whether it could be done together. Else each does alone what its block would, and raises what that would."""
+        try:
+            self._together(stage, members, slab)
+        except Exception:
+            return False
+        return True
 
     # -- many at once ----------------------------------------------------------------------------------------------
 
@@ -233,6 +253,10 @@ def _piece(whole: Any, index: int) -> Any:
         pairs: Any = whole
         return {key: _piece(item, index) for key, item in pairs.items()}
     return whole
+
+
+def _part(group: tuple[tuple[int, int], Any]) -> int:
+    return group[0][0]
 
 
 def _start(member: tuple[Span, BlockRun]) -> int:

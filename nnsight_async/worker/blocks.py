@@ -58,6 +58,8 @@ class Blocks:
         self._requests = 0
         self.steps = 0
         """Forward passes that had a block."""
+        self.planned = 0
+        """Blocks whose steps are done together with those of others, without running them."""
 
     @property
     def runs(self) -> list[BlockRun]:
@@ -190,8 +192,8 @@ class Blocks:
             else:
                 self._edited_by[run], run.rowwise = number, edit.rowwise
                 self._begin(run, edit.payload)
-        if len(runs) == 1 and self.interleaver.plans:
-            self._plan(runs[0])
+        if self.interleaver.plans:
+            self._plan(runs)
         if shipped.adapter:
             self._outbox.say(key, len(runs), failure)
         self._outbox.flush()  # what could not begin
@@ -204,11 +206,19 @@ class Blocks:
         if run.error is not None:
             self._outbox.report(run)
 
-    def _plan(self, run: BlockRun) -> None:
-        """Have what the block does done together with others, if it is of the few forms of which that can be told."""
-        planned = None if run.over else plan_of(run, self.interleaver, PLAIN)
-        if planned is not None:
+    def _plan(self, runs: Iterable[BlockRun]) -> None:
+        """Have what blocks do done together with others, if they are of the few forms of which that can be told.
+
+        What is planned has its turn before any block that runs; so no block after one that runs is.
+        """
+        for run in runs:
+            if run.over:
+                continue
+            planned = plan_of(run, self.interleaver, PLAIN)
+            if planned is None:
+                return
             run.planned, run.saves = planned, PlannedSaves(run.saves.budget)
+            self.planned += 1
 
     def _prepare(self, run: BlockRun, block: bytes) -> None:
         model = self.interleaver.model
