@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_async import VLLM
+from nnsight_async import VLLM, OutOfOrderError
 
 PROMPTS = [[5, 17, 101], [9], [77, 31, 8, 250, 12], [40, 41], [9], [300, 2, 301]]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 5, "ignore_eos": True}
@@ -51,10 +51,13 @@ async def counted(model: VLLM) -> int:
 
 async def test_many_at_once_are_each_as_if_it_ran(model: VLLM) -> None:
     vectors = [torch.randn(128, generator=torch.Generator().manual_seed(number)) for number in range(len(PROMPTS))]
-    expected = [await model.run(prompt, steered(v, runs=True), **GREEDY).saves for prompt, v in zip(PROMPTS, vectors)]
+    expected = [
+        await model.run(prompt, steered(v, runs=True), **GREEDY).saves
+        for prompt, v in zip(PROMPTS, vectors, strict=True)
+    ]
     before = await counted(model)
 
-    runs = [model.run(prompt, steered(v, runs=False), **GREEDY) for prompt, v in zip(PROMPTS, vectors)]
+    runs = [model.run(prompt, steered(v, runs=False), **GREEDY) for prompt, v in zip(PROMPTS, vectors, strict=True)]
     plain = model.generate(PROMPTS[0], **GREEDY)
     found = await asyncio.gather(*(run.saves for run in runs))
 
@@ -68,7 +71,7 @@ async def test_many_at_once_are_each_as_if_it_ran(model: VLLM) -> None:
 async def test_a_body_is_told_from_its_text(model: VLLM, hf: Any) -> None:
     before = await counted(model)
     async with model.trace(PROMPTS[0], **GREEDY) as tracer:
-        for step in tracer.iter[1:3]:
+        for _ in tracer.iter[1:3]:
             hidden = model.model.layers[1].resid_post.save()
     values = [value async for value in hidden.stream()]
     assert await counted(model) == before + 1
@@ -82,7 +85,7 @@ async def test_a_body_is_told_from_its_text(model: VLLM, hf: Any) -> None:
 async def test_an_edit_of_all_traffic_is_done_together(model: VLLM) -> None:
     layer = model.model.layers[1]
     async with model.edit() as (tracer, edit):
-        for step in tracer.iter[:]:
+        for _ in tracer.iter[:]:
             layer.output[0][:] *= 0
             seen = layer.output[0].save()
     before = await counted(model)
@@ -95,23 +98,48 @@ async def test_an_edit_of_all_traffic_is_done_together(model: VLLM) -> None:
         assert not output.saves["seen"].any()
 
 
-@pytest.mark.parametrize(
-    ("part", "kind"),
-    [
-        (lambda model, tracer: model.model.layers[1].output[2].save("x"), IndexError),
-        (lambda model, tracer: model.model.layers[1].outptu.save("x"), AttributeError),
-    ],
-)
-async def test_what_cannot_be_is_raised_as_by_a_block_that_runs(model: VLLM, part: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind):
-        await model.run(PROMPTS[0], part, **GREEDY).saves
+async def test_what_is_out_of_order_runs_and_raises_at_its_line(model: VLLM) -> None:
+    before = await counted(model)
+    async with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        for _ in tracer.iter[:]:
+            late = model.model.layers[2].output.save()
+            early = model.model.layers[1].output.save()
+    with pytest.raises(OutOfOrderError) as raised:
+        await tracer.result
+    assert "early = model" in str(raised.traceback[-1].statement)
+    assert await counted(model) == before
+
+
+async def test_an_edit_and_the_block_of_a_request_follow_each_other(model: VLLM) -> None:
+    layer = model.model.layers[1]
+    async with model.edit() as (tracer, edit):
+        for _ in tracer.iter[:]:
+            layer.output[0][:] *= 2
+            edited = layer.output[0].save()
+    before = await counted(model)
+    async with model.trace(PROMPTS[0], **GREEDY) as both:
+        for _ in both.iter[:]:
+            seen = layer.output[0].save()
+            layer.output[0][:] *= 0
+            gone = layer.output[0].save()
+    async with model.trace(PROMPTS[0], **GREEDY) as runs:
+        for _ in runs.iter[:]:
+            ran = same(layer.output[0]).save()
+    values, other = (await both.result).saves, (await runs.result).saves
+    await edit.clear()
+
+    assert await counted(model) - before == 3
+    assert values["edited"].any()
+    torch.testing.assert_close(values["seen"], values["edited"])
+    assert not values["gone"].any()
+    torch.testing.assert_close(other["ran"], other["edited"])
 
 
 async def test_an_error_is_at_its_line_and_ends_its_run_alone(model: VLLM) -> None:
     wide = torch.zeros(3, 128)
     others = [model.run(prompt, steered(torch.zeros(128), runs=False), **GREEDY) for prompt in PROMPTS]
     async with model.trace(PROMPTS[2], **GREEDY) as tracer:
-        for step in tracer.iter[:]:
+        for _ in tracer.iter[:]:
             hidden = model.model.layers[0].output[0].save()
             model.model.layers[1].output[0][:] += wide
     with pytest.raises(RuntimeError, match="must match the size") as raised:
