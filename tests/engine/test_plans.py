@@ -59,7 +59,7 @@ async def test_many_at_once_are_each_as_if_it_ran(model: VLLM) -> None:
 
     runs = [model.run(prompt, steered(v, runs=False), **GREEDY) for prompt, v in zip(PROMPTS, vectors, strict=True)]
     plain = model.generate(PROMPTS[0], **GREEDY)
-    found = await asyncio.gather(*(run.saves for run in runs))
+    found = [await run.saves for run in runs]
 
     assert await counted(model) - before == len(PROMPTS)
     for ours, theirs in zip(found, expected, strict=True):
