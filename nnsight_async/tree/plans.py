@@ -34,12 +34,15 @@ from nnsight_async.interleave.views import FirstArgument
 from nnsight_async.tree import residual
 from nnsight_async.tree.envoy import SETTABLE, Envoy
 from nnsight_async.tree.model import ModelView
+from nnsight_async.tree.references import envoy_at
 
 if TYPE_CHECKING:
     from nnsight_async.capture.plain import Form
     from nnsight_async.interleave.block import BlockRun
     from nnsight_async.interleave.interleaver import Interleaver
     from nnsight_async.interleave.views import View
+
+LARGEST = 1 << 63
 
 MOST = 500
 """Deeds that a plan may have."""
@@ -59,14 +62,13 @@ def plan_of(run: BlockRun, interleaver: Interleaver, plain: str) -> Planned | No
 
     `plain` is the attribute of its function that has its text as data.
     """
-    program = run.program
-    forms = getattr(program, plain, None)
-    if forms is None or not isinstance(program, FunctionType):
+    forms = getattr(run.program, plain, None)
+    if forms is None:
         return None
 
     def make(_: Any) -> Planned | None:
         try:
-            return _Maker(program, run, interleaver).make(forms)
+            return _Maker(run, interleaver).make(forms)
         except Exception:  # of whatever kind: the block will raise it, where it has to be raised
             return None
 
@@ -100,12 +102,11 @@ class _Forbidden:
 class _Maker:
     """Goes through a block once for each of its phases."""
 
-    def __init__(self, program: FunctionType, run: BlockRun, interleaver: Interleaver) -> None:
-        self._program = program
+    def __init__(self, run: BlockRun, interleaver: Interleaver) -> None:
         self._interleaver = interleaver
         self._tracer = run.tracer
         self._operands: list[torch.Tensor] = []
-        self._names = _values(program, interleaver.model, run.tracer)
+        self._filename, self._function, self._names = _beginning(run.program, interleaver.model, run.tracer)
         self._epoch = 0
         self._readings = 0
         self._deeds = 0
@@ -114,9 +115,8 @@ class _Maker:
     def make(self, forms: Sequence[Form]) -> Planned:
         loop = forms[-1] if forms and forms[-1][0] == "steps" else None
         self._run(forms if loop is None else forms[:-1])
-        code = self._program.__code__
         if loop is None:
-            plan = Plan(self._phase(), Phase(), ONCE, code.co_filename, code.co_name)
+            plan = Plan(self._phase(), Phase(), ONCE, self._filename, self._function)
             return Planned(one_of(plan), tuple(self._operands), plan.last())
         _, _, name, tracer, steps, body = loop
         if self._value(tracer) is not self._tracer:
@@ -135,7 +135,7 @@ class _Maker:
         self._names = {**kept, name: _Forbidden()}
         self._run(body)
         later = self._phase()
-        plan = Plan(first, later, (start, stop, stride), code.co_filename, code.co_name)
+        plan = Plan(first, later, (start, stop, stride), self._filename, self._function)
         return Planned(one_of(plan), tuple(self._operands), plan.last())
 
     def _begin(self) -> None:
@@ -274,10 +274,10 @@ class _Maker:
             case ("item", of, key):
                 return self._item(self._value(of, line), self._key(key))
             case ("binary", sign, left, right):
-                with torch.no_grad():
-                    return OPERATORS[sign](
-                        self._concrete(self._value(left, line)), self._concrete(self._value(right, line))
-                    )
+                operands = [self._concrete(self._value(each, line)) for each in (left, right)]
+                return self._computed(sign, *operands)
+            case ("module", path):
+                return envoy_at(self._interleaver.model.tree, path)
             case ("text", parts):
                 return "".join(_text(self._value(part, line)) for part in parts)
             case _:
@@ -351,6 +351,15 @@ class _Maker:
                     raise _NoPlan
                 return key
 
+    def _computed(self, sign: str, left: Any, right: Any) -> Any:
+        """What is of the size of an operand at most; anything else the block may compute itself."""
+        if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+            shape = torch.broadcast_shapes(left.shape, right.shape)
+            if shape not in (left.shape, right.shape):
+                raise _NoPlan
+        with torch.no_grad():
+            return self._concrete(OPERATORS[sign](left, right))
+
     @staticmethod
     def _integer(value: Any) -> int:
         if type(value) is not int:
@@ -360,6 +369,8 @@ class _Maker:
     @staticmethod
     def _concrete(value: Any) -> Any:
         """A number or a tensor of the block's own."""
+        if type(value) is int and abs(value) > LARGEST:
+            raise _NoPlan
         return value if type(value) in (int, float) else _Maker._tensor(value)
 
 
@@ -369,8 +380,16 @@ def _text(value: Any) -> str:
     return str(value)
 
 
+def _beginning(program: Any, model: Any, tracer: Tracer) -> tuple[str, str, dict[str, Any]]:
+    """The file and the function of a block, and what names mean where it begins."""
+    if isinstance(program, FunctionType):
+        code = program.__code__
+        return code.co_filename, code.co_name, _values(program, model, tracer)
+    return *program.place, program.names(model, tracer)
+
+
 def _values(program: FunctionType, model: Any, tracer: Tracer) -> dict[str, Any]:
-    """What names mean in a block, where it begins."""
+    """What names mean in a function."""
     code = program.__code__
     parameters = code.co_varnames[: code.co_argcount]
     if code.co_kwonlyargcount or len(parameters) < 2:
