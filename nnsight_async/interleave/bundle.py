@@ -81,7 +81,7 @@ class Bundle:
         """Do all of it."""
         for deed in deeds:
             if isinstance(deed, Save):
-                self.saved.append((deed, self._seen(deed.reading.view, deed.keys)))
+                self.saved.append((deed, _own(self._seen(deed.reading.view, deed.keys))))
             elif isinstance(deed, Change):
                 self._change(deed, operand)
 
@@ -163,6 +163,19 @@ class Bundle:
         for path, tensor in _exchanged(before, view.put(before, seen), ()):
             self._tensors[path] = tensor
             self.changed[path] = None
+
+
+def _own(value: Any) -> Any:
+    """The value with tensors of its own: what is saved twice comes home twice, and each is the caller's to change."""
+    if isinstance(value, torch.Tensor):
+        return value[...]
+    if isinstance(value, (tuple, list)):
+        items: Any = value
+        return type(value)(map(_own, items))
+    if isinstance(value, dict):
+        pairs: Any = value
+        return {key: _own(item) for key, item in pairs.items()}
+    return value
 
 
 def _put(tensor: torch.Tensor, keys: Sequence[Key], change: Change, operand: Callable[[int], Any]) -> None:

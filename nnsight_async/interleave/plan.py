@@ -45,7 +45,7 @@ class Read(NamedTuple):
 
     number: int
     view: View | None
-    asked: str
+    asked: object
     """The location as the block has it."""
     line: int
 

@@ -70,7 +70,7 @@ def statements(draw: Any, *, prefix: str, lists: tuple[str, ...]) -> list[str]:
             case "function":
                 lines.append(f'tracer.save({what}{part}, "{name}")')
             case "alias":
-                lines += [f"h = {what}", f"{name} = h{part}.save()"]
+                lines += [f"h = {what}", f"{name} = h{part}.save()", f"{name}again = h{part}.save()"]
             case "append":
                 lines.append(f"{draw(st.sampled_from(lists))}.append({what}{part})")
             case _:
@@ -152,6 +152,8 @@ def test_together_as_each_alone(simulation, batch, moves):
         assert_same(seen(task, one), seen(task, other))
         assert one.run.ledger.bytes == other.run.ledger.bytes
         assert line_of(one.run.error) == line_of(other.run.error)
+        tensors = [value for value in one.run.values.values() if isinstance(value, torch.Tensor)]
+        assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors)
     simulation.requests.clear()
 
 
