@@ -14,9 +14,11 @@ def probe(model: Any, work: Work) -> Probe:
     """The block of a column, for whatever the model calls its decoder layers; "edit" adds to one layer in place."""
     layers = _layers(model)
     middle = layers[len(layers) // 2]
-    if work == "edit":
+    if not work.startswith("python-"):
+        return (_said_of_one if hasattr(model, "transformer") else _said)(layers, work)
+    if work == "python-edit":
         return _edit(middle)
-    return _one(middle) if work == "one" else _every(layers)
+    return _one(middle) if work == "python-one" else _every(layers)
 
 
 def taps(repo: str, *, every: bool) -> list[str]:
@@ -26,6 +28,46 @@ def taps(repo: str, *, every: bool) -> list[str]:
     config = AutoConfig.from_pretrained(repo)
     path = "transformer.h" if config.model_type == "gpt2" else "model.layers"
     return [f"{path}[*].output" if every else f"{path}[{config.num_hidden_layers // 2}].output"]
+
+
+def _said(layers: list[Any], work: Work) -> Probe:
+    """For layers that return (hidden, residual)."""
+    middle = layers[len(layers) // 2]
+
+    def one(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            tracer.save(middle.output[0], "hidden")
+
+    def every(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            for number, layer in enumerate(layers):
+                tracer.save(layer.output[0], f"hidden.{number}")
+
+    def edit(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            middle.output[0][:] += 1
+
+    return {"one": one, "every": every, "edit": edit}[work]
+
+
+def _said_of_one(layers: list[Any], work: Work) -> Probe:
+    """For layers that return one tensor."""
+    middle = layers[len(layers) // 2]
+
+    def one(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            tracer.save(middle.output, "hidden")
+
+    def every(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            for number, layer in enumerate(layers):
+                tracer.save(layer.output, f"hidden.{number}")
+
+    def edit(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            middle.output[:] += 1
+
+    return {"one": one, "every": every, "edit": edit}[work]
 
 
 def _one(layer: Any) -> Probe:

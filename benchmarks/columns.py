@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 EngineKind = Literal["plain", "graphs", "ours", "stepwise", "tap", "taps"]
-Work = Literal["plain", "idle", "one", "every", "edit"]
+Work = Literal["plain", "idle", "one", "every", "edit", "python-one", "python-every", "python-edit"]
+"""Those of `python-` say the same in a way that only running the block can tell (`capture/plain.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +28,13 @@ COLUMNS = {
         Column("idle", "ours", "idle", "our engine and worker, requests without a block"),
         Column("one", "ours", "one", "every request reads and saves the output of one layer at every step"),
         Column("every", "ours", "every", "every request reads and saves the output of every layer at every step"),
+        Column("one-python", "ours", "python-one", "`one`, by a block that has to run for each request"),
+        Column("every-python", "ours", "python-every", "`every`, by such a block"),
         Column("graphs-idle", "stepwise", "idle", "our engine with graphs (`enforce_eager=False`), without a block"),
         Column("graphs-one", "stepwise", "one", "`one` on it: steps with blocks call every module"),
         Column("tap-idle", "tap", "idle", "our engine with one tap, requests without a block"),
         Column("tap-one", "tap", "one", "`one` on it"),
+        Column("tap-python", "tap", "python-one", "`one-python` on it"),
         Column("tap-edit", "tap", "edit", "every request adds to the output of that layer at every step"),
         Column("taps-one", "taps", "one", "`one` on an engine with a tap at every layer"),
         Column("taps-every", "taps", "every", "`every` on it"),

@@ -40,7 +40,7 @@ from nnsight_async.worker.recycling import Recycling
 WIDTH = 128
 LAYERS = 4
 WARM = 20
-WORKS: tuple[Work, ...] = ("one", "every", "edit")
+WORKS: tuple[Work, ...] = ("one", "every", "edit", "python-one", "python-every", "python-edit")
 PARTS = ("begin_step", "fire", "end_step", "flush", "sender: encode")
 
 

@@ -174,7 +174,9 @@ class BodyCapture:
     def _dumps(self, free: dict[str, Any], entries: dict[str, Any]) -> Pickled:
         namespace = self._frame.f_globals
         names = {name: namespace[name] for name in _MODULE_NAMES if name in namespace}
-        body = Body(self._template.code(tuple(entries), self._carried), {**names, **free}, tuple(entries.values()))
+        code = self._template.code(tuple(entries), self._carried)
+        plain = None if self._carried else self._template.plain
+        body = Body(code, {**names, **free}, tuple(entries.values()), plain)
         return self._dump(tuple(body))
 
 

@@ -13,6 +13,7 @@ from nnsight_async.capture.find import find
 from nnsight_async.capture.forgotten import Forgotten, carried, forgotten
 from nnsight_async.capture.kept import Kept, kept_outside
 from nnsight_async.capture.live import read_first
+from nnsight_async.capture.plain import Form, plain
 from nnsight_async.capture.rewrite import carrying, rewrite_saves
 from nnsight_async.capture.rules import check
 from nnsight_async.capture.scope import mangle
@@ -58,6 +59,11 @@ class Template:
     def carried(self) -> tuple[str, ...]:
         """Names that the code around reads, and the body assigns without saving them."""
         return carried(self.statement, self.names)
+
+    @cached_property
+    def plain(self) -> tuple[Form, ...] | None:
+        """The body as data, where it is of few forms."""
+        return plain(self.statement.node.body, self.statement.class_name)
 
     def code(self, entries: tuple[str, ...], carried: tuple[str, ...] = ()) -> bytes:
         """The marshalled code with `entries` as further parameters; at its end, it saves what is `carried`."""

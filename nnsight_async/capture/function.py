@@ -10,8 +10,8 @@ from typing import Any, cast
 from nnsight_async.capture.block import Block
 from nnsight_async.capture.compile import attribute_names
 from nnsight_async.capture.diagnose import shipping_error
-from nnsight_async.capture.load import VERSION
-from nnsight_async.capture.recompile import recompiled, with_code
+from nnsight_async.capture.load import PLAIN, VERSION
+from nnsight_async.capture.recompile import plain_of, recompiled, with_code
 from nnsight_async.capture.ship import Pickled, Unshippable, dumps
 from nnsight_async.errors import CaptureError
 
@@ -35,7 +35,10 @@ def from_function(probe: Probe, owners: Collection[object] | None = None) -> Blo
     prepared: object = probe
     if function is not None:
         rewritten, names = recompiled(function, named=True)
-        prepared = _around(probe, with_code(rewritten, rewritten.__code__))
+        copy = with_code(rewritten, rewritten.__code__)
+        if isinstance(probe, FunctionType) and (forms := plain_of(function)) is not None:
+            setattr(copy, PLAIN, forms)
+        prepared = _around(probe, copy)
     pickled = _dumps(prepared, function, owners)
     return Block(
         payload=VERSION + pickled.payload,

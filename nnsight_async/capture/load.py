@@ -20,6 +20,9 @@ Resolve = Callable[[tuple[str, ...]], object]
 Constants = Callable[[bytes], torch.Tensor]
 Program = Callable[[object, object], object]
 
+PLAIN = "__nnsight_plain__"
+"""The attribute of a block's function that has its text as data, where it is of few forms (`capture/plain.py`)."""
+
 VERSION = bytes(sys.version_info[:2])
 """The head of every payload: code objects are those of one minor version of Python."""
 
@@ -30,11 +33,16 @@ class Body(NamedTuple):
     code: bytes
     namespace: dict[str, Any]
     entries: tuple[Any, ...]
+    plain: tuple[Any, ...] | None = None
+    """The body as data, where it is of few forms (`capture/plain.py`)."""
 
     def program(self) -> Program:
         """A function of (model, tracer); each call starts from the same values."""
         code = load_code(self.code)
-        return FunctionType(code, {**self.namespace, "__builtins__": builtins}, code.co_name, self.entries)
+        function = FunctionType(code, {**self.namespace, "__builtins__": builtins}, code.co_name, self.entries)
+        if self.plain is not None:
+            setattr(function, PLAIN, self.plain)
+        return function
 
 
 @functools.lru_cache(maxsize=256)

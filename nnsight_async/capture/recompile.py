@@ -16,6 +16,7 @@ from nnsight_async.capture.compile import attribute_names, global_reads
 from nnsight_async.capture.filled import Filled
 from nnsight_async.capture.kept import MUTATORS, Kept, kept_outside, refuse
 from nnsight_async.capture.live import read_first
+from nnsight_async.capture.plain import Form, plain
 from nnsight_async.capture.rewrite import CHANGED, SaveRewriter, rewrite_saves
 from nnsight_async.capture.source import Source, source_of
 from nnsight_async.capture.text import Text, Written
@@ -38,6 +39,7 @@ class _Recompiled(NamedTuple):
 
 _NOTHING = _Recompiled(None, ())
 _known: dict[tuple[int, bool], _Recompiled] = {}
+_plain: dict[int, tuple[Form, ...] | None] = {}
 
 
 def recompiled(function: FunctionType, *, named: bool) -> tuple[FunctionType, tuple[str, ...]]:
@@ -127,6 +129,29 @@ def with_code(function: FunctionType, code: CodeType) -> FunctionType:
     copy.__doc__ = function.__doc__
     copy.__dict__.update(function.__dict__)
     return copy
+
+
+def plain_of(function: FunctionType) -> tuple[Form, ...] | None:
+    """The text of a function of (model, tracer) as data, where it is of few forms and can be had."""
+    code = function.__code__
+    if id(code) not in _plain:
+        _plain[id(code)] = _plain_of(function)
+        weakref.finalize(code, _plain.pop, id(code), None)
+    return _plain[id(code)]
+
+
+def _plain_of(function: FunctionType) -> tuple[Form, ...] | None:
+    code = function.__code__
+    if code.co_argcount != 2 or code.co_kwonlyargcount or code.co_flags & (CO_VARARGS | CO_VARKEYWORDS | GENERATOR):
+        return None
+    try:
+        source = source_of(code, function.__globals__)
+    except CaptureError:
+        return None
+    node = next(_nodes(source.tree, code), None)
+    if not isinstance(node, ast.FunctionDef) or any(map(_is_bound_to_place, ast.walk(node))):
+        return None
+    return plain(node.body) if _path(source, code, node) is not None else None
 
 
 def _of_code(code: CodeType, namespace: dict[str, Any], named: bool) -> _Recompiled:

@@ -29,6 +29,7 @@ from nnsight_async.interleave.watchdog import Expired, said, timeout_error
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.interleaver import Interleaver
+    from nnsight_async.interleave.plan import Planned
     from nnsight_async.interleave.visit import Visit
 
 PATIENCE = 100
@@ -69,6 +70,8 @@ class BlockRun:
         """Which of the blocks of its request this is; in one place, they have their turns in this order."""
         self.rowwise = False
         """Whether rows whose keys and values are cached already may be kept from it."""
+        self.planned: Planned | None = None
+        """What is done in the place of the block, where that is known (`interleave/planned.py`)."""
         self.console = Console()
         self.program: Program | None = None
         self.tracer = interleaver.setting.tracer(self)
@@ -151,6 +154,8 @@ class BlockRun:
         self.step += 1
         self.clock = -1
         self.place = self.visit = None
+        if self.planned is not None:
+            return
         if isinstance(self.waits, StepStart) and self.waits.number <= self.step:
             self.resume()
 
@@ -174,6 +179,8 @@ class BlockRun:
     def end(self) -> None:
         """The generation is over: loops over steps end, what follows them runs, and no location comes any more."""
         self.ended, self.visit = True, None
+        if self.planned is not None:
+            self.kill()
         for _ in range(PATIENCE):
             if self.finished or self.waits is None:
                 return

@@ -9,12 +9,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from nnsight_async.errors import LocationError, NotComputedError, ShapeError, SplitPromptError
+from nnsight_async.errors import LocationError, ShapeError, SplitPromptError
 from nnsight_async.interleave.block import PATIENCE, BlockRun
 from nnsight_async.interleave.cache import Cache
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Kind, Location, expression
 from nnsight_async.interleave.modes import Modes
 from nnsight_async.interleave.order import Order
+from nnsight_async.interleave.planned import Turns
+from nnsight_async.interleave.refusals import not_computed
 from nnsight_async.interleave.rows import Batch, Slab, Span, Written
 from nnsight_async.interleave.setting import Setting
 from nnsight_async.interleave.shared import applicable, guarded, reference
@@ -41,6 +43,9 @@ class Limits(NamedTuple):
 class Interleaver:
     """Wakes blocks where they wait. One per worker; all of it runs on the thread of the forward pass."""
 
+    plans = True
+    """Whether steps of blocks of few forms are done for many runs together, without running the blocks."""
+
     def __init__(
         self,
         root: torch.nn.Module,
@@ -56,6 +61,7 @@ class Interleaver:
         self.model = model
         self.waiting = self._make_waiting()
         self.sites = self.waiting.sites = Sites(root, self)
+        self.turns = Turns(self)
         self._report = report
         self._aliases = aliases or {}
         self._present: list[BlockRun] = []
@@ -96,6 +102,7 @@ class Interleaver:
                 for cache in run.caches:
                     self.collect(run, cache, -1)
                 self._begin(run, span)
+        self.turns.wait()
 
     @property
     def looks(self) -> bool:
@@ -132,7 +139,13 @@ class Interleaver:
         slab = self._slab(value, event, rounds[0])
         for run in replaying:
             self._replay(run, event, slab)
-        value = self._let_visit(rounds[0], event, slab, replaying)
+        wrote: list[BlockRun] = [*replaying]
+        for waiting in self.turns.rounds(event):
+            wrote += self.turns.come(waiting, slab, self._spans)
+            if self._stacked:
+                value = self._written(slab, (), wrote)
+                slab = self._slab(value, event, rounds[0], before=slab)
+        value = self._let_visit(rounds[0], event, slab, wrote)
         for others in rounds[1:]:
             slab = self._slab(value, event, others, before=slab)
             value = self._let_visit(others, event, slab)
@@ -176,6 +189,7 @@ class Interleaver:
         for event in {*self.log.finish(), *self._collecting}:
             self.waiting.drop(event)
         self._collecting.clear()
+        self.turns.settle()
         for run in self._present:
             self._settle(run)
             self._report(run)
@@ -184,6 +198,7 @@ class Interleaver:
     def end(self, run: BlockRun) -> None:
         """The request of `run` is over."""
         self.modes = Modes.now()
+        self.turns.forget()
         self.waiting.forget(run)
         run.end()
         self.waiting.forget(run)
@@ -276,14 +291,17 @@ class Interleaver:
     # -- the turns -------------------------------------------------------------------------------------------------
 
     def _begin(self, run: BlockRun, span: Span) -> None:
-        if run.step < 0:
+        if run.step < 0 and run.planned is None:
             run.look_ahead()
         if run.step < 0 and ((span.position and not run.rowwise) or span.position + span.rows < run.prompt_rows):
             run.fail(_split(run, span))
         run.position = span.position + span.replayed + span.rows
         self._present.append(run)
         run.begin()
-        self.waiting.enlist(run)
+        if run.planned is None:
+            self.waiting.enlist(run)
+        elif not run.finished:
+            self.turns.begin(run)
 
     def _visit(self, run: BlockRun, event: Location, slab: Slab) -> None:
         span = self._spans[run]
@@ -294,7 +312,7 @@ class Interleaver:
             run.place = event
         visit = run.visit = Visit(event, slab, span, run.gives_out)
         run.resume()
-        self._commit(run, visit)
+        self.commit(run, visit)
         self.waiting.enlist(run)
 
     def _replay(self, run: BlockRun, event: Location, slab: Slab) -> None:
@@ -309,20 +327,24 @@ class Interleaver:
         except Exception as error:  # a value that cannot be narrowed to the run's rows
             run.fail(error)
 
-    def _commit(self, run: BlockRun, visit: Visit) -> None:
+    def commit(self, run: BlockRun, visit: Visit) -> None:
         try:
             written = visit.changes()
-            self._check_indices(visit.event, written)
+            self.check_indices(visit.event, written)
             visit.commit()
             run.wrote = run.wrote or bool(written)
-            if written and visit.event.in_model and self.setting.preempts:
+            if written and self.repeats(visit.event):
                 kept = [(path, rows.clone()) for path, rows in written]
                 nth = self.order.passage(visit.event, run.clock)
                 self.log.add(run, visit.event, visit.span, kept, nth=nth, in_place=visit.in_place)
         except Exception as error:  # a copy of another shape, an index out of range, no memory
             run.fail(error)
 
-    def _check_indices(self, event: Location, written: Written) -> None:
+    def repeats(self, event: Location) -> bool:
+        """Whether what is written at `event` may have to be written again."""
+        return event.in_model and self.setting.preempts
+
+    def check_indices(self, event: Location, written: Written) -> None:
         """Ids and positions that do not exist would end the engine in the look-up that they are for."""
         for _, rows in written:
             if rows.dtype in (torch.int32, torch.int64) and event != LOGITS and rows.numel():
@@ -352,12 +374,7 @@ class Interleaver:
             if run.finished or not isinstance(run.waits, Location):
                 return
             self.waiting.forget(run)
-            error = NotComputedError(
-                f"{run.asked} did not come in step {run.step}: the forward pass ended without it after the last "
-                "location that this block had read (it lies before that one, or the model did not come to it in this "
-                "step)"
-            )
-            run.throw(error)
+            run.throw(not_computed(run))
             self.waiting.enlist(run)
         self.waiting.forget(run)
         run.kill()

@@ -31,6 +31,8 @@ class Leading(Interleaver):
     draws or raises here can have the others wait for what does not come.
     """
 
+    plans = False
+
     def __init__(self, *args: Any, ranks: Ranks, layouts: Layouts, device: torch.device, **kwargs: Any) -> None:
         self._heard = _Heard()
         super().__init__(*args, **kwargs)

@@ -96,6 +96,10 @@ class Lent(torch.Tensor):
         self.loan.end()
         return self._plain().__dlpack__(*args, **kwargs)
 
+    def plain(self) -> torch.Tensor:
+        """An ordinary tensor that shows the same memory, to be read."""
+        return self._plain().detach()
+
     def _plain(self) -> torch.Tensor:
         with _C._DisableTorchDispatch():
             return self.detach().as_subclass(torch.Tensor).requires_grad_(self.requires_grad)

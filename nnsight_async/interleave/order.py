@@ -43,6 +43,11 @@ class Order:
         at = bisect_right(indices, clock)
         return indices[at] if at < len(indices) else None
 
+    def only(self, event: Location) -> int | None:
+        """Index of the passage at `event`, where it is known that a forward pass has one."""
+        indices = self._indices.get(event, ())
+        return indices[0] if len(indices) == 1 else None
+
     def once(self, path: str) -> bool:
         """Whether a pass is known to call the module at `path` once."""
         return len(self._calls.get(path, ())) == 1

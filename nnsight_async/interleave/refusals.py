@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from nnsight_async.errors import NotComputedError
+
+if TYPE_CHECKING:
+    from nnsight_async.interleave.block import BlockRun
 
 
 def missing(where: str, name: str, names: Sequence[str]) -> str:
@@ -17,3 +23,11 @@ def missing(where: str, name: str, names: Sequence[str]) -> str:
 def unreadable(where: str, reason: object) -> str:
     """The message for a `.source` that has no operations."""
     return f"{where} has no operations: {reason}"
+
+
+def not_computed(run: BlockRun) -> NotComputedError:
+    """What a run is told that waits for something at the end of a step."""
+    return NotComputedError(
+        f"{run.asked} did not come in step {run.step}: the forward pass ended without it after the last location that "
+        "this block had read (it lies before that one, or the model did not come to it in this step)"
+    )

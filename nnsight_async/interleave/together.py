@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -15,6 +15,13 @@ SHORT = 8
 
 Write = tuple[int, torch.Tensor]
 """Rows, and the row of the batch that the first is written to."""
+
+
+class Piece(NamedTuple):
+    """What one run has of a tensor: its item at an index of the first axis."""
+
+    whole: torch.Tensor
+    number: int
 
 
 def copies(tensor: torch.Tensor, spans: Sequence[Span]) -> dict[int, torch.Tensor]:
@@ -31,6 +38,15 @@ def copies(tensor: torch.Tensor, spans: Sequence[Span]) -> dict[int, torch.Tenso
             pieces = torch.unsafe_split_with_sizes(joined, [span.rows for span in short])
             found.update(zip((span.start for span in short), pieces, strict=True))
     return found
+
+
+def gathered(tensor: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    """A copy of the rows of ordered spans, one after the other."""
+    ranges = _ranges(spans)
+    if len(ranges) == 1:
+        start, stop = ranges[0]
+        return tensor[start:stop].clone()
+    return torch.cat([tensor[start:stop] for start, stop in ranges])
 
 
 def _ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:

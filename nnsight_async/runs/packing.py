@@ -11,6 +11,7 @@ import torch
 from torch._utils import _flatten_dense_tensors  # pyright: ignore[reportPrivateUsage]
 
 from nnsight_async.errors import SaveError
+from nnsight_async.interleave.together import Piece
 
 Kind = tuple[str, list[int] | None]
 """The dtype of a flat tensor, and the shape of its tensors where all have the same."""
@@ -36,6 +37,7 @@ class Tensors:
 
     def __init__(self) -> None:
         self._groups: dict[tuple[torch.device, torch.dtype, torch.layout], _Group] = {}
+        self._wholes: dict[int, tuple[int, int, int, list[int]]] = {}
 
     @property
     def kinds(self) -> list[Kind]:
@@ -45,19 +47,31 @@ class Tensors:
             for (_, dtype, _), group in self._groups.items()
         ]
 
-    def add(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Take a tensor in; returns the number of its flat tensor and its offset there, in elements."""
+    def add(self, tensor: torch.Tensor, shape: torch.Size | None = None) -> tuple[int, int]:
+        """Take a tensor in, or several of that shape; returns the number of its flat tensor and its offset there, in
+        elements."""
+        shape = tensor.shape if shape is None else shape
         key = tensor.device, tensor.dtype, tensor.layout
         group = self._groups.get(key)
         if group is None:
             if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
                 raise SaveError(f"only dense tensors can be saved, not one of {tensor.layout} on {tensor.device}")
-            group = self._groups[key] = _Group(len(self._groups), tensor.shape)
+            group = self._groups[key] = _Group(len(self._groups), shape)
         offset = group.length
-        group.alike = group.alike and tensor.shape == group.shape
+        group.alike = group.alike and shape == group.shape
         group.tensors.append(tensor)
         group.length += tensor.numel()
         return group.number, offset
+
+    def add_piece(self, piece: Piece) -> tuple[int, int, list[int]]:
+        """Take in what one run has of a tensor; returns the shape of the piece too."""
+        found = self._wholes.get(id(piece.whole))
+        if found is None:
+            number, offset = self.add(piece.whole, piece.whole.shape[1:])
+            shape = list(piece.whole.shape[1:])
+            found = self._wholes[id(piece.whole)] = number, offset, math.prod(shape), shape
+        number, offset, length, shape = found
+        return number, offset + piece.number * length, shape
 
     def join(self) -> list[torch.Tensor]:
         """The flat tensors, on their devices. All are copies: a block may go on to change what it saved."""
@@ -73,6 +87,8 @@ def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def pack(value: Any, tensors: Tensors) -> list[Any]:
     """`value` as plain data, with its tensors in `tensors`; `SaveError` for one that cannot be sent."""
+    if type(value) is Piece:
+        return ["tensor", *tensors.add_piece(value)]
     if isinstance(value, torch.Tensor):
         number, offset = tensors.add(value)
         return ["tensor", number, offset, list(value.shape)]

@@ -25,10 +25,9 @@ def report(run: BlockRun, pack: Pack) -> Frame:
             entries = [pack(entry) for entry in run.saves.collect()]
         except Exception as error:
             run.fail(error)
-    note = f"in step {max(run.step, 0)} of the run"
-    failure = failures.pack(run.error, note, run.stood) if run.error else None
-    if failure is not None:
-        entries = []
+    failure = None
+    if run.error is not None:
+        failure, entries = failures.pack(run.error, f"in step {max(run.step, 0)} of the run", run.stood), []
     printed, warned = run.console.take()
     frame = Frame(run.key, run.step, entries, run.over, run.stopped, run.ended, failure, printed, warned)
     frame.size, frame.part, frame.number = run.saves.spent - spent, run.part, run.reports

@@ -36,6 +36,7 @@ from nnsight_async.serve.bounds import (
     fits,
     room,
 )
+from nnsight_async.serve.forms import MODEL, TRACER, forms
 from nnsight_async.serve.held import Held, Room, items_in
 from nnsight_async.tree.envoy import Envoy
 
@@ -61,7 +62,17 @@ class Program:
     def __init__(self, statements: Sequence[ops.Statement], room: Room | None = None) -> None:
         self.statements = statements
         self.room = room or Room()
+        self.place = PLACE, "<module>"
         self.inplace = any(isinstance(node, ops.Change) for node in ops.nodes(list(statements)))
+
+    @property
+    def __nnsight_plain__(self) -> tuple[Any, ...] | None:
+        """The block as one that need not run, if it is of the forms that such a one has (`tree/plans.py`)."""
+        return forms(self.statements)
+
+    def names(self, model: Any, tracer: Any) -> dict[str, Any]:
+        """What names of those forms mean."""
+        return {MODEL: model, TRACER: tracer}
 
     def __call__(self, model: Any, tracer: Any) -> None:
         held = Held(self.room)

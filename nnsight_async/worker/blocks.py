@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nnsight_async.capture.load import load
+from nnsight_async.capture.load import PLAIN, load
 from nnsight_async.interleave.block import BlockRun
 from nnsight_async.interleave.interleaver import Interleaver
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
+from nnsight_async.interleave.planned import PlannedSaves
 from nnsight_async.interleave.rows import Batch, Span
 from nnsight_async.runs.shipment import Shipment
+from nnsight_async.tree.plans import plan_of
 from nnsight_async.tree.references import resolved
 from nnsight_async.worker.constants import Constants
 
@@ -56,6 +58,8 @@ class Blocks:
         self._requests = 0
         self.steps = 0
         """Forward passes that had a block."""
+        self.planned = 0
+        """Blocks whose steps are done together with those of others, without running them."""
 
     @property
     def runs(self) -> list[BlockRun]:
@@ -188,6 +192,8 @@ class Blocks:
             else:
                 self._edited_by[run], run.rowwise = number, edit.rowwise
                 self._begin(run, edit.payload)
+        if self.interleaver.plans:
+            self._plan(runs)
         if shipped.adapter:
             self._outbox.say(key, len(runs), failure)
         self._outbox.flush()  # what could not begin
@@ -199,6 +205,20 @@ class Blocks:
         self._prepare(run, block or b"")
         if run.error is not None:
             self._outbox.report(run)
+
+    def _plan(self, runs: Iterable[BlockRun]) -> None:
+        """Have what blocks do done together with others, if they are of the few forms of which that can be told.
+
+        What is planned has its turn before any block that runs; so no block after one that runs is.
+        """
+        for run in runs:
+            if run.over:
+                continue
+            planned = plan_of(run, self.interleaver, PLAIN)
+            if planned is None:
+                return
+            run.planned, run.saves = planned, PlannedSaves(run.saves.budget)
+            self.planned += 1
 
     def _prepare(self, run: BlockRun, block: bytes) -> None:
         model = self.interleaver.model

@@ -175,6 +175,7 @@ class BlockWorker:
             "watched": interleaver.sites.inside.watched,
             "reports": interleaver.sites.reports,
             "steps": self.nnsight_blocks.steps,
+            "planned": self.nnsight_blocks.planned,
             "block_seconds": interleaver.watchdog.seconds,
             "graphs": 0 if self.nnsight_graphs is None else self.nnsight_graphs.recorded,
             "strikes": interleaver.watchdog.total,

@@ -1,0 +1,282 @@
+"""Blocks of few forms, each of whose steps is done for all requests together that run the same."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from nnsight_async.errors import SaveBudgetError
+from nnsight_async.interleave.bundle import IN_PLACE, Bundle, Operands
+from nnsight_async.interleave.plan import Change, Number, Read, Save, as_key
+from nnsight_async.interleave.refusals import not_computed
+from nnsight_async.interleave.saving import Entry, Saves, check, size
+from nnsight_async.interleave.together import Piece
+from nnsight_async.interleave.visit import Visit
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from nnsight_async.interleave.block import BlockRun
+    from nnsight_async.interleave.interleaver import Interleaver
+    from nnsight_async.interleave.locations import Location
+    from nnsight_async.interleave.plan import Key, Phase, Stage
+    from nnsight_async.interleave.rows import Slab, Span
+
+
+class PlannedSaves(Saves):
+    """What a plan saves in a step: values, or pieces of what several runs have together."""
+
+    def __init__(self, budget: int) -> None:
+        super().__init__(budget)
+        self.items: dict[str, list[Any]] = {}
+        """What has been appended to lists in this step."""
+        self.begun: tuple[str, ...] = ()
+        """Lists that were saved in this step."""
+        self.ready: list[Entry] = []
+
+    def collect(self) -> list[Entry]:
+        entries = [Entry(name, "set", self.items.pop(name, [])) for name in self.begun]
+        entries += [Entry(name, "extend", items) for name, items in self.items.items()]
+        entries += self.ready
+        self.begun, self.items, self.ready = (), {}, []
+        self.spent, self._pending = self.spent + self._pending, 0
+        return entries
+
+    def put(self, save: Save, value: Any, taken: int) -> None:
+        """Take a value of so many bytes in; `SaveBudgetError` past the budget."""
+        self._check_budget(self.spent + self._pending + taken)
+        self._pending += taken
+        if save.appends:
+            self.items.setdefault(save.name, []).append(value)
+        else:
+            self.ready.append(Entry(save.name, "set", value))
+
+
+Waiting = tuple["Stage", "list[BlockRun]"]
+
+
+class Turns:
+    """The runs of this step that have plans."""
+
+    def __init__(self, interleaver: Interleaver) -> None:
+        self._interleaver = interleaver
+        self._groups: dict[tuple[int, int], tuple[Phase, list[BlockRun]]] = {}
+        self._stages: dict[Location, dict[int, list[Waiting]]] = {}
+        """By the part of their requests: what an earlier one has written, a later one sees."""
+        self._operands: dict[tuple[int, int], Operands] = {}
+        self._before: dict[tuple[int, int], Operands] = {}
+        """Those of the step before, which has mostly had the same runs."""
+
+    def begin(self, run: BlockRun) -> None:
+        """A step of `run` begins."""
+        planned = run.planned
+        assert planned is not None
+        phase = planned.plan.phase(run.step)
+        run.saves.begun = phase.lists  # type: ignore[attr-defined]
+        run.finished = run.step >= planned.last
+        if phase.stages:
+            key = run.part, id(phase)
+            found = self._groups.get(key)
+            if found is None:
+                found = self._groups[key] = phase, []
+            found[1].append(run)
+
+    def wait(self) -> None:
+        """All runs of the step have begun: have what they need reported."""
+        for (part, _), (phase, runs) in sorted(self._groups.items(), key=_part):
+            for stage in phase.stages:
+                self._interleaver.waiting.want(stage.event)
+                self._stages.setdefault(stage.event, {}).setdefault(part, []).append((stage, runs))
+        self._groups.clear()
+
+    def rounds(self, event: Location) -> Iterable[list[Waiting]]:
+        """Those who wait for what passes: one round after the other."""
+        return self._stages.pop(event, {}).values()
+
+    def come(self, waiting: list[Waiting], slab: Slab, spans: Mapping[BlockRun, Span]) -> list[BlockRun]:
+        """What was waited for passes; returns the runs that have written something."""
+        wrote: list[BlockRun] = []
+        for stage, runs in waiting:
+            going = sorted(((spans[run], run) for run in runs if run.error is None), key=_start)
+            for members in _alike(going):
+                self._do(stage, members, slab)
+            if any(isinstance(deed, Change) for deed in stage.deeds):
+                wrote += runs
+        return wrote
+
+    def settle(self) -> None:
+        """The step is over: what has not come does not come any more."""
+        for event, rounds in self._stages.items():
+            self._interleaver.waiting.drop(event)
+            for stage, runs in chain.from_iterable(rounds.values()):
+                for run in runs:
+                    if run.error is None:
+                        first = next(deed for deed in stage.deeds if isinstance(deed, Read))
+                        run.asked = first.asked
+                        _fail(run, first.line, not_computed(run))
+        self._stages.clear()
+        self._before, self._operands = self._operands, {}
+
+    def forget(self) -> None:
+        """A run is over: what it had is not to be kept until the next step."""
+        self._before.clear()
+
+    def _do(self, stage: Stage, members: list[tuple[Span, BlockRun]], slab: Slab) -> None:
+        if not self._done(stage, members, slab):
+            for span, run in members:
+                self._alone(stage, span, run, slab)
+
+    def _done(self, stage: Stage, members: list[tuple[Span, BlockRun]], slab: Slab) -> bool:
+        """Whether it could be done together. Else each does alone what its block would, and raises what that would."""
+        try:
+            self._together(stage, members, slab)
+        except Exception:
+            return False
+        return True
+
+    # -- many at once ----------------------------------------------------------------------------------------------
+
+    def _together(self, stage: Stage, members: list[tuple[Span, BlockRun]], slab: Slab) -> None:
+        spans, runs = [span for span, _ in members], [run for _, run in members]
+        bundle = Bundle(slab.value, slab.batch.rows, spans)
+        bundle.do(stage.deeds, partial(self._operand, (id(stage), spans[0].rows), runs))
+        if bundle.changed:
+            self._write(stage.event, bundle, members, slab)
+        for save, whole in bundle.saved:
+            taken = size(whole) // len(runs)
+            for index, run in enumerate(runs):
+                try:
+                    run.saves.put(save, _piece(whole, index), taken)  # type: ignore[attr-defined]
+                except SaveBudgetError as error:
+                    _fail(run, save.line, error)
+
+    def _operand(self, key: tuple[int, int], runs: list[BlockRun], index: int) -> tuple[torch.Tensor, bool]:
+        operands = self._operands.get(key)
+        if operands is None:
+            operands = self._operands[key] = self._before.get(key) or Operands()
+        return operands.of(runs, index, [_operands(run)[index] for run in runs])
+
+    def _write(self, event: Location, bundle: Bundle, members: list[tuple[Span, BlockRun]], slab: Slab) -> None:
+        interleaver = self._interleaver
+        changed = {path: bundle.written(path) for path in bundle.changed}
+        flat = {path: tensor.flatten(0, 1) for path, tensor in changed.items()}
+        interleaver.check_indices(event, list(flat.items()))
+        for path, tensor in flat.items():
+            for start, first, last in _neighbours([span for span, _ in members]):
+                slab.put(start, [(path, tensor[first:last])])
+        for _, run in members:
+            run.wrote = True
+        if interleaver.repeats(event):
+            pieces = [(path, cast("Any", torch).unbind_copy(tensor)) for path, tensor in changed.items()]
+            for index, (span, run) in enumerate(members):
+                interleaver.log.add(run, event, span, [(path, rows[index]) for path, rows in pieces])
+
+    # -- one alone -------------------------------------------------------------------------------------------------
+
+    def _alone(self, stage: Stage, span: Span, run: BlockRun, slab: Slab) -> None:
+        """As the block itself would."""
+        visit = run.visit = Visit(stage.event, slab, span)
+        readings: dict[int, Any] = {}
+        line = stage.deeds[0].line
+        try:
+            for deed in stage.deeds:
+                line = deed.line
+                match deed:
+                    case Read():
+                        readings[deed.number] = visit.get() if deed.view is None else visit.see(deed.view)
+                    case Save():
+                        _save(run, deed, _at(readings[deed.reading.number], deed.keys))
+                    case Change():
+                        _change(run, deed, readings, visit)
+        except Exception as error:
+            _fail(run, line, error)
+            return
+        self._interleaver.commit(run, visit)
+
+
+def _fail(run: BlockRun, line: int, error: Exception) -> None:
+    """End a run with an error that was raised for a line of its block."""
+    assert run.planned is not None
+    plan = run.planned.plan
+    run.fail(error.with_traceback(None))
+    run.stood = [(plan.filename, line, plan.function)]
+
+
+def _operands(run: BlockRun) -> Sequence[torch.Tensor]:
+    assert run.planned is not None
+    return run.planned.operands
+
+
+def _save(run: BlockRun, save: Save, value: Any) -> None:
+    check(value, save.name)
+    run.saves.put(save, _snapshot(value), size(value))  # type: ignore[attr-defined]
+
+
+def _snapshot(value: Any) -> Any:
+    """A value as it is now."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return value
+
+
+def _change(run: BlockRun, change: Change, readings: dict[int, Any], visit: Visit) -> None:
+    value = change.operand
+    value = value.value if isinstance(value, Number) else _operands(run)[value]
+    reading = readings[change.reading.number]
+    if not change.keys:
+        changed = IN_PLACE[change.sign](reading, value)
+        view = change.reading.view
+        visit.set(changed) if view is None else visit.show(view, changed)
+        return
+    *keys, last = change.keys
+    holder = _at(reading, keys)
+    key = as_key(last)
+    holder[key] = IN_PLACE[change.sign](holder[key], value) if change.sign else value
+
+
+def _at(value: Any, keys: Iterable[Key]) -> Any:
+    for key in keys:
+        value = value[as_key(key)]
+    return value
+
+
+def _piece(whole: Any, index: int) -> Any:
+    if isinstance(whole, torch.Tensor):
+        return Piece(whole, index)
+    if isinstance(whole, (list, tuple)):
+        items: Any = whole
+        return type(whole)([_piece(item, index) for item in items])
+    if isinstance(whole, dict):
+        pairs: Any = whole
+        return {key: _piece(item, index) for key, item in pairs.items()}
+    return whole
+
+
+def _part(group: tuple[tuple[int, int], Any]) -> int:
+    return group[0][0]
+
+
+def _start(member: tuple[Span, BlockRun]) -> int:
+    return member[0].start
+
+
+def _alike(members: Sequence[tuple[Span, BlockRun]]) -> Iterable[list[tuple[Span, BlockRun]]]:
+    """Those with as many rows each, together."""
+    found: dict[int, list[tuple[Span, BlockRun]]] = {}
+    for member in members:
+        found.setdefault(member[0].rows, []).append(member)
+    return found.values()
+
+
+def _neighbours(spans: Sequence[Span]) -> Iterable[tuple[int, int, int]]:
+    """Of ordered spans of as many rows each, those that follow each other: the row of the first, and from which to
+    which of their own rows."""
+    rows = spans[0].rows
+    first = 0
+    for index in range(1, len(spans) + 1):
+        if index == len(spans) or spans[index].start != spans[index - 1].stop:
+            yield spans[first].start, first * rows, index * rows
+            first = index
