@@ -86,6 +86,8 @@ class Interleaver:
         """
         if self._present:
             self.end_step()
+        if spans:
+            self.sites.stay()
         self._stacked = stacked
         self._batch, self._spans, self.modes = batch, spans, Modes.now()
         for run, span in spans.items():
@@ -118,13 +120,6 @@ class Interleaver:
         """The forward pass is at `event` with `value`; returns what it goes on with."""
         if self.running:
             return value
-        self.sites.wait()
-        try:
-            return self._fire(event, value)
-        finally:
-            self.sites.settle()
-
-    def _fire(self, event: Location, value: Any) -> Any:
         self.modes = Modes.now()
         runs = self.waiting.leave(event)
         replaying = self.log.replaying(event)
@@ -180,6 +175,7 @@ class Interleaver:
             self._settle(run)
             self._report(run)
         self._present = []
+        self.sites.settle()
 
     def end(self, run: BlockRun) -> None:
         """The request of `run` is over."""

@@ -37,11 +37,11 @@ class Modes(NamedTuple):
     stream: int
     dtype: torch.dtype
 
-    @classmethod
-    def now(cls) -> Modes:
+    @staticmethod
+    def now() -> Modes:
         stream = _stream(_device()) if _on_cuda() else 0
         found = _inference(), _functions(), _dispatchers(), _autocast("cpu"), _autocast("cuda"), stream, _dtype()
-        return tuple.__new__(cls, found)  # at each turn twice: without the detour by keywords
+        return tuple.__new__(Modes, found)  # at each turn twice: without the detour by keywords
 
     def restore(self) -> None:
         """Undo what a block left behind that no `with` undoes, such as `torch.set_default_device`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,19 +14,20 @@ if TYPE_CHECKING:
     from nnsight_async.interleave.views import View
 
 
-@dataclass(slots=True)
 class _Handed:
     """One reading: the copy, and the part of it that the block got, where that is a tensor of its own."""
 
-    private: Private
-    view: View | None = None
     part: torch.Tensor | None = None
-    version: int = 0
-    shared: bool = False
-    base: Any = None
-    """The value as it was handed out, kept where several readings may change different parts of it."""
+    version = 0
     before: list[tuple[torch.Tensor, torch.Tensor]] | None = None
     """Its tensors with what was in them, where changes may go uncounted; the part comes last."""
+
+    def __init__(self, private: Private, view: View | None, base: Any, *, shared: bool) -> None:
+        """`base`: the value as it was handed out, kept where several readings may change different parts of it."""
+        self.private = private
+        self.view = view
+        self.base = base
+        self.shared = shared
 
     def changed(self) -> bool:
         if self.private.changed() or self._part_changed():
@@ -69,7 +69,6 @@ def _equal(tensor: torch.Tensor, was: torch.Tensor) -> bool:
     return torch.equal(tensor, was) or torch.equal(tensor.nan_to_num(), was.nan_to_num())
 
 
-@dataclass(slots=True)
 class Visit:
     """The batch's value at `event`, this run's rows of it, and what the block has been handed of them.
 
@@ -77,17 +76,20 @@ class Visit:
     what is done through a later one.
     """
 
-    event: Location
-    slab: Slab
-    span: Span
-    given_out: bool = False
-    """Whether the block may change what it is handed by its memory, where changes are not counted."""
-    _first: Private | None = None
-    _rows: dict[Path, torch.Tensor] = field(default_factory=dict["Path", torch.Tensor])
-    _shared: bool = False
-    _handed: list[_Handed] = field(default_factory=list[_Handed])
-    _latest: _Handed | None = None
-    """The last reading, unless something else has been put here since."""
+    __slots__ = ("_first", "_handed", "_latest", "_rows", "_shared", "event", "given_out", "slab", "span")
+
+    def __init__(self, event: Location, slab: Slab, span: Span, given_out: bool = False) -> None:
+        """`given_out`: the block may change what it is handed by its memory, where changes are not counted."""
+        self.event = event
+        self.slab = slab
+        self.span = span
+        self.given_out = given_out
+        self._first: Private | None = None
+        self._rows: dict[Path, torch.Tensor] = {}
+        self._shared = False
+        self._handed: list[_Handed] = []
+        self._latest: _Handed | None = None
+        """The last reading, unless something else has been put here since."""
 
     def get(self) -> Any:
         """A private copy of the rows."""
@@ -116,7 +118,7 @@ class Visit:
                 self._handed[0].base = self.slab.original(self.span)
         else:
             base = None
-        handed = self._latest = _Handed(private, view, shared=shared, base=base)
+        handed = self._latest = _Handed(private, view, base, shared=shared)
         self._handed.append(handed)
         return handed
 
