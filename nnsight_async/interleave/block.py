@@ -108,6 +108,7 @@ class BlockRun:
         self._timeout = timeout
         self._interleaver = interleaver
         self._greenlet: UserGreenlet = BlockGreenlet(self._main, self)
+        self._hub = greenlet.getcurrent()
 
     @property
     def over(self) -> bool:
@@ -214,7 +215,7 @@ class BlockRun:
 
     def _turn(self, switch: Callable[[Any], object], value: Any) -> bool:
         """Hand the thread to the block; False if the watchdog had to take it back."""
-        self._greenlet.parent = greenlet.getcurrent()
+        self._hub = self._greenlet.parent = greenlet.getcurrent()
         interleaver, stdout = self._interleaver, sys.stdout
         watchdog, grad_mode = interleaver.watchdog, torch.is_grad_enabled()
         try:
@@ -356,6 +357,4 @@ class BlockRun:
     def park(self, wanted: Any) -> Any:
         """Hand the thread back until what is wanted is there."""
         self.waits = wanted
-        parent = self._greenlet.parent
-        assert parent is not None
-        return parent.switch()
+        return self._hub.switch()

@@ -308,10 +308,12 @@ class Interleaver:
     def _commit(self, run: BlockRun, visit: Visit) -> None:
         try:
             written = visit.changes()
+            if not written:
+                return
             self._check_indices(visit.event, written)
             visit.commit()
-            run.wrote = run.wrote or bool(written)
-            if written and visit.event.in_model and self.setting.preempts:
+            run.wrote = True
+            if visit.event.in_model and self.setting.preempts:
                 kept = [(path, rows.clone()) for path, rows in written]
                 nth = self.order.passage(visit.event, run.clock)
                 self.log.add(run, visit.event, visit.span, kept, nth=nth, in_place=visit.in_place)

@@ -30,7 +30,7 @@ class _Handed:
         self.shared = shared
 
     def changed(self) -> bool:
-        if self.private.changed() or self._part_changed():
+        if self.private.changed() or (self.part is not None and self._part_changed()):
             return True
         return self.before is not None and any(not _equal(tensor, was) for tensor, was in self.before)
 

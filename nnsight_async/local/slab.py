@@ -88,6 +88,16 @@ class PaddedSlab(Slab):
     def graph(self) -> bool:
         return self.batch.graph
 
+    def take(self, span: Span) -> Private:
+        value = self.value if self._source is None else self._source
+        if type(value) is not torch.Tensor or self._mixed or self.batch.graph:
+            return super().take(span)
+        self._source = value
+        own = self.batch.own(value, span.start)
+        private = Private((value if own is None else own).clone())
+        private.tensors[()] = private.value
+        return private
+
     def again(self, value: Any, rows: Mapping[Path, torch.Tensor]) -> Private:
         private = Private()
         private.value = copied(value, rows, private, copy=self._handed)

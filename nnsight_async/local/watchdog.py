@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-import time
+from threading import get_ident
+from time import monotonic
 
 from nnsight_async.interleave.watchdog import INTERVAL, Expired, Watchdog
 
@@ -29,15 +30,15 @@ class ThreadWatchdog(Watchdog):
     def begin(self, seconds: float) -> None:
         if self._thread is None and seconds < math.inf:
             self._start()
-        self._watched = threading.get_ident()
-        self._began = time.monotonic()
-        self._deadline = self._began + seconds
+        self._watched = get_ident()
+        self._began = now = monotonic()
+        self._deadline = now + seconds
 
     def end(self) -> None:
         """The turn is over; raises `Expired` if it was struck at its very end, and then is to be called again."""
         with self._striking:
             self._deadline = math.inf
-        self.seconds += time.monotonic() - self._began
+        self.seconds += monotonic() - self._began
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._watch, name="nnsight-watchdog", daemon=True)
@@ -46,7 +47,7 @@ class ThreadWatchdog(Watchdog):
     def _watch(self) -> None:
         while not self._closing.wait(INTERVAL):
             with self._striking:
-                now = time.monotonic()
+                now = monotonic()
                 if now > self._deadline and not self._held:
                     self._deadline = now + PAUSE
                     self.total += 1
