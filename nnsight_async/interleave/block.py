@@ -39,6 +39,7 @@ UNWINDING = 1.0
 
 Program = Callable[[Any, Tracer], object]
 _FIRST_ARGUMENT = FirstArgument()
+_grad_enabled = torch.is_grad_enabled
 
 
 class _Stop(BaseException):
@@ -94,6 +95,8 @@ class BlockRun:
         """The location that it waits for, or has waited for last, as its code says it."""
         self.visit: Visit | None = None
         self.clock = -1
+        self.coming: int | None = None
+        """When the location comes that it waits for, by the clock; it is known to come after now."""
         self.place: Location | None = None
         """The operation that this run has visited last in this step."""
         self.looks_inside = False
@@ -217,7 +220,7 @@ class BlockRun:
         """Hand the thread to the block; False if the watchdog had to take it back."""
         self._hub = self._greenlet.parent = greenlet.getcurrent()
         interleaver, stdout = self._interleaver, sys.stdout
-        watchdog, grad_mode = interleaver.watchdog, torch.is_grad_enabled()
+        watchdog, grad_mode = interleaver.watchdog, _grad_enabled()
         try:
             if self._grad_mode is not None and self._grad_mode != grad_mode:
                 torch.set_grad_enabled(self._grad_mode)
@@ -233,7 +236,7 @@ class BlockRun:
                 watchdog.end()
             except Expired:  # it comes with a delay, where no signal brings it
                 watchdog.end()
-            self._grad_mode = torch.is_grad_enabled()
+            self._grad_mode = _grad_enabled()
             if self._grad_mode != grad_mode:
                 torch.set_grad_enabled(grad_mode)
             if interleaver.setting.own_process:
@@ -342,17 +345,17 @@ class BlockRun:
         self._interleaver.check(event)
         if event.operation:
             self.looks_inside = True
-        if self._passed(event):
+        self.coming = self._interleaver.order.after(event, self.clock)
+        if self.coming is None or (event.operation and self._passed(event)):
             raise OutOfOrderError(
                 f"{asked} has already been passed in step {self.step}: a block reads locations in the order in which "
                 "the model computes them; read it earlier, or in the next step of `for step in tracer.iter[:]`"
             )
 
-    def _passed(self, event: Location) -> bool:
-        order, inside = self._interleaver.order, self._interleaver.sites.inside
-        if order.after(event, self.clock) is None:
-            return True
-        return bool(event.operation) and order.once(event.path) and inside.passed(event, self.place)
+    def _passed(self, operation: Location) -> bool:
+        """Whether the call that goes on has surely gone by an operation."""
+        interleaver = self._interleaver
+        return interleaver.order.once(operation.path) and interleaver.sites.inside.passed(operation, self.place)
 
     def park(self, wanted: Any) -> Any:
         """Hand the thread back until what is wanted is there."""

@@ -154,7 +154,7 @@ class Interleaver:
 
     def _let_visit(self, runs: list[BlockRun], event: Location, slab: Slab, replaying: Iterable[BlockRun] = ()) -> Any:
         for run in runs:
-            self._visit(run, event, slab)
+            self._visit(run, Visit(event, slab, self._spans[run], run.gives_out))
         return self._written(slab, runs, replaying)
 
     def refuse(self, event: Location, error: Exception) -> None:
@@ -281,14 +281,13 @@ class Interleaver:
         run.begin()
         self.waiting.enlist(run)
 
-    def _visit(self, run: BlockRun, event: Location, slab: Slab) -> None:
-        span = self._spans[run]
-        passed = self.order.after(event, run.clock)
-        if passed is not None and passed > run.clock:
-            run.clock = passed
+    def _visit(self, run: BlockRun, visit: Visit) -> None:
+        event = visit.event
+        if run.coming is not None and run.coming > run.clock:
+            run.clock = run.coming
         if event.operation:
             run.place = event
-        visit = run.visit = Visit(event, slab, span, run.gives_out)
+        run.visit = visit
         run.resume()
         self._commit(run, visit)
         self.waiting.enlist(run)

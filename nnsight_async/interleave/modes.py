@@ -14,6 +14,7 @@ _inference = torch.is_inference_mode_enabled
 _functions: Callable[[], int] = torch._C._len_torch_function_stack
 _dispatchers: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _autocast = torch.is_autocast_enabled
+_streams = hasattr(torch._C, "_cuda_getCurrentRawStream")
 _dtype = torch.get_default_dtype
 _on_cuda: Callable[[], bool] = torch.cuda.is_initialized
 _device: Callable[[], int] = torch.cuda.current_device
@@ -39,8 +40,8 @@ class Modes(NamedTuple):
 
     @staticmethod
     def now() -> Modes:
-        stream = _stream(_device()) if _on_cuda() else 0
-        found = _inference(), _functions(), _dispatchers(), _autocast("cpu"), _autocast("cuda"), stream, _dtype()
+        stream = _stream(_device()) if _streams and _on_cuda() else 0
+        found = _inference(), _functions(), _dispatchers(), _autocast("cpu"), _autocast(), stream, _dtype()
         return tuple.__new__(Modes, found)  # at each turn twice: without the detour by keywords
 
     def restore(self) -> None:

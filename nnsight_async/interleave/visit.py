@@ -110,6 +110,12 @@ class Visit:
             handed.watch()
         return seen
 
+    def _handed_before(self, tensor: torch.Tensor) -> None:
+        """A tensor that was handed out, with a version of 0, is the first reading."""
+        self._first = Private(tensor)
+        self._first.add((), tensor)
+        self._hand(self._first)
+
     def _hand(self, private: Private, view: View | None = None, shared: bool = False) -> _Handed:
         """Note a reading; from the second on, with what it was, so that the changes of each can be told apart."""
         if self._handed:

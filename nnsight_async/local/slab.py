@@ -80,23 +80,11 @@ class PaddedSlab(Slab):
     ) -> None:
         """`experts`: the paths of modules in which rows are in the order of experts, and not of tokens."""
         super().__init__(value, batch, place, spans, before=before)
-        self._mixed = bool(experts) and any(
-            place.path.startswith(f"{path}.") or (place.path == path and place.operation) for path in experts
-        )
+        self._mixed = bool(experts) and mixes(place, experts)
 
     @property
     def graph(self) -> bool:
         return self.batch.graph
-
-    def take(self, span: Span) -> Private:
-        value = self.value if self._source is None else self._source
-        if type(value) is not torch.Tensor or self._mixed or self.batch.graph:
-            return super().take(span)
-        self._source = value
-        own = self.batch.own(value, span.start)
-        private = Private((value if own is None else own).clone())
-        private.tensors[()] = private.value
-        return private
 
     def again(self, value: Any, rows: Mapping[Path, torch.Tensor]) -> Private:
         private = Private()
@@ -156,6 +144,11 @@ class PaddedSlab(Slab):
 
     def _whole(self, tensor: torch.Tensor) -> bool:
         return False
+
+
+def mixes(place: Location, experts: Sequence[str]) -> bool:
+    """Whether rows at `place` are in the order of experts: it lies in one of these modules."""
+    return any(place.path.startswith(f"{path}.") or (place.path == path and place.operation) for path in experts)
 
 
 def rooted(tensor: torch.Tensor) -> torch.Tensor:
