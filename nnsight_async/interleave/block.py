@@ -105,6 +105,8 @@ class BlockRun:
         """Whether the block takes gradients, as far as its text tells."""
         self.gives_out = False
         """Whether the block may change tensors by their memory, where changes are not counted."""
+        self.watched = True
+        """Whether it is looked for modes of torch that the block has left switched at the end of each turn."""
         self._looked_ahead = False
         self._grad_mode: bool | None = None
         """The block's own, while it waits."""
@@ -149,6 +151,7 @@ class BlockRun:
             self.takes_gradients = foresight.gradients
             self.saves.at_once = foresight.changes or foresight.memory
             self.gives_out = foresight.memory
+            self.watched = foresight.modes or self._interleaver.setting.own_process
 
     def begin(self) -> None:
         """A forward pass with new rows of this run begins."""
@@ -212,7 +215,7 @@ class BlockRun:
         self.waits = None
         if not self._turn(switch, value):
             self.fail(timeout_error(self._timeout))
-        if Modes.now() != before:
+        if self.watched and Modes.now() != before:
             self.fail(NNsightError(MODES_CHANGED))
             before.restore()
 
@@ -334,7 +337,8 @@ class BlockRun:
         if visit is None or visit.event != event:
             self.asked = written or location
             self._check(event, self.asked)
-            self.park(event)
+            self.waits = event
+            self._hub.switch()
             visit = self.visit
             assert visit is not None
         return visit

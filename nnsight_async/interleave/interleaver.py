@@ -58,6 +58,7 @@ class Interleaver:
         self.sites = self.waiting.sites = Sites(root, self)
         self._report = report
         self._aliases = aliases or {}
+        self._events: dict[Location, Location] = {}
         self._present: list[BlockRun] = []
         self._stacked = False
         self._batch = Batch(0, False)
@@ -215,11 +216,12 @@ class Interleaver:
 
     def event(self, location: Location) -> Location:
         """The passage at which `location` is served; a module with two paths is served under the first."""
-        path = self._aliases.get(location.path, location.path)
-        kind = "inputs" if location.kind == "input" else location.kind
-        if path == location.path and kind == location.kind:
-            return location
-        return Location(path, kind, location.operation)
+        event = self._events.get(location)
+        if event is None:
+            path, kind, operation = location
+            kind = "inputs" if kind == "input" else kind
+            event = self._events[location] = Location(self._aliases.get(path, path), kind, operation)
+        return event
 
     def check(self, event: Location) -> None:
         """Raise what says why a block cannot wait for `event`, where that is known."""

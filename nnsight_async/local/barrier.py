@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nnsight_async.errors import OutsideBlockError
+from nnsight_async.errors import NNsightError, OutsideBlockError
 from nnsight_async.interleave.interleaver import Interleaver
-from nnsight_async.interleave.modes import Modes
+from nnsight_async.interleave.modes import MODES_CHANGED, Modes
 from nnsight_async.local.reading import Reading
 from nnsight_async.local.slab import Padded, mixes
 
@@ -87,16 +87,35 @@ class MeetingPlace(Interleaver):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.released: list[BlockRun] = []
+        self._before = Modes.now()
+        """The modes of torch when the step began."""
+        self._lean = False
+        """Whether a turn in this step may take no more than a reading."""
         self.experts: Sequence[str] = ()
         """The modules in which rows are in the order of experts."""
 
     def begin_step(self, spans: Mapping[BlockRun, Span], batch: Batch, *, stacked: bool = False) -> None:
+        self._before = Modes.now()
+        self._lean = not (stacked or batch.graph)
         super().begin_step(spans, batch, stacked=stacked)
         self._release()
 
+    def end_step(self) -> None:
+        if self._present and Modes.now() != self._before:
+            for run in self._present:  # nothing in their text switches a mode, so that nobody has watched them
+                run.fail(NNsightError(MODES_CHANGED))
+            self._before.restore()
+        super().end_step()
+
+    def end(self, run: BlockRun) -> None:
+        before = Modes.now()
+        super().end(run)
+        if Modes.now() != before:
+            before.restore()
+
     def fire(self, event: Location, value: Any) -> Any:
         runs = self.waiting.get(event)
-        if runs is not None and len(runs) == 1 and type(value) is torch.Tensor and self._reads(runs[0], event):
+        if runs and type(value) is torch.Tensor and self._lean and len(runs) == 1 and self._reads(runs[0], event):
             value = self._fire_alone(event, value, runs[0])
         else:
             if runs and len(runs) > 1:  # they have come in the order of what they read before
@@ -113,12 +132,13 @@ class MeetingPlace(Interleaver):
 
     def _reads(self, run: BlockRun, event: Location) -> bool:
         """Whether a turn at `event` takes no more than a reading, unless the block writes."""
-        if self.running or self._stacked or run.gives_out or self._batch.graph or event in self._collecting:
+        if self.running or run.gives_out or event in self._collecting:
             return False
         return not (self.experts and mixes(event, self.experts))
 
     def _fire_alone(self, event: Location, value: torch.Tensor, run: BlockRun) -> Any:
-        self.modes = Modes.now()
+        if run.watched:
+            self.modes = Modes.now()
         self.waiting.leave(event)
         visit = Reading(event, value, self._batch, self._spans[run], self.setting.slab)
         self._visit(run, visit)
