@@ -133,9 +133,12 @@ class BlockRun:
 
         self._interleaver.modes = Modes.now()
         block, waits = self._greenlet, self.waits
-        self._greenlet = UserGreenlet(made)
-        self._enter(self._greenlet.switch, None)
-        self._greenlet = block
+        if self._interleaver.watchdog.takes_turns:
+            self._greenlet = UserGreenlet(made)
+            self._enter(self._greenlet.switch, None)
+            self._greenlet = block
+        else:
+            self._enter(made, None)
         self._grad_mode = None
         if self.error is None:
             self.waits = waits
@@ -282,10 +285,10 @@ class BlockRun:
             self._at(location).set(value)
 
     def read_view(self, location: Location, view: View, written: str = "") -> Any:
-        return self._at(location, written).see(view)
+        return self._at(location, written).see(view, written or location)
 
     def write_view(self, location: Location, view: View, part: Any, written: str = "") -> None:
-        self._at(location, written).show(view, part)
+        self._at(location, written).show(view, part, written or location)
 
     def save(self, value: Any, name: str | None = None, label: str | None = None) -> Any:
         if name is None:

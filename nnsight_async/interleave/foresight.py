@@ -11,17 +11,19 @@ import dis
 import functools
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+
+T = TypeVar("T")
 
 NAME = "source"
 OURS = "nnsight_async"
 FOREIGN = frozenset({"torch", "numpy", OURS, "transformers", "vllm", *sys.stdlib_module_names})
 MOST_VALUES = 300
+MOST_CODES = 512
 STORES = frozenset({"STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"})
 KEYWORDS = frozenset({"out", "inplace"})
 WITH = frozenset({"BEFORE_WITH", "BEFORE_ASYNC_WITH", "LOAD_SPECIAL"})
@@ -76,13 +78,28 @@ def foresee(program: object) -> Foresight:
             changes = modes = True
         elif _is_writer(value):
             changes = True
-        elif isinstance(value, AbstractContextManager):
+        elif hasattr(type(value), "__exit__"):
             modes = True
         waiting += _within(value)
     return Foresight(source, changes, gradients, memory, modes)
 
 
-@functools.lru_cache(maxsize=512)
+def _remembered(tell: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
+    """`tell`, once for each code object: hashing one takes as long as looking into it."""
+    known: dict[int, tuple[CodeType, T]] = {}
+
+    def remembered(code: CodeType) -> T:
+        found = known.get(id(code))
+        if found is None:
+            if len(known) == MOST_CODES:
+                known.clear()
+            found = known[id(code)] = code, tell(code)
+        return found[1]
+
+    return remembered
+
+
+@_remembered
 def _told(code: CodeType) -> Foresight:
     inner = [_told(each) for each in _inner(code)]
     return Foresight(
@@ -151,7 +168,7 @@ def _is_writer(value: object) -> bool:
     return not isinstance(value, type) and bool(getattr(value, "__dict__", {}).get("inplace"))
 
 
-@functools.lru_cache(maxsize=512)
+@_remembered
 def _names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*map(_names, _inner(code)))
 

@@ -311,7 +311,7 @@ class Interleaver:
             written = visit.changes()
             if not written:
                 return
-            self._check_indices(visit.event, written)
+            self._check_indices(visit, written)
             visit.commit()
             run.wrote = True
             if visit.event.in_model and self.setting.preempts:
@@ -321,13 +321,14 @@ class Interleaver:
         except Exception as error:  # a copy of another shape, an index out of range, no memory
             run.fail(error)
 
-    def _check_indices(self, event: Location, written: Written) -> None:
+    def _check_indices(self, visit: Visit, written: Written) -> None:
         """Ids and positions that do not exist would end the engine in the look-up that they are for."""
+        event = visit.event
         for _, rows in written:
             if rows.dtype in (torch.int32, torch.int64) and event != LOGITS and rows.numel():
                 bound = self._bound(event)
                 if int(rows.min()) < 0 or int(rows.max()) >= bound:
-                    raise ShapeError(f"{event} takes whole numbers from 0 to {bound - 1}")
+                    raise ShapeError(f"{visit.place} takes whole numbers from 0 to {bound - 1}")
 
     def _bound(self, event: Location) -> int:
         if event == SAMPLES:

@@ -134,10 +134,17 @@ class Slab:
         self._source, self._copies = self.value, {}
         return self.take(span)
 
-    def checked(self, span: Span, value: Any, private: Private | None) -> Written:
-        """What writing `value` over this run's rows would write; `ShapeError` if it does not fit."""
+    def checked(self, span: Span, value: Any, private: Private | None, place: object = None) -> Written:
+        """What writing `value` over this run's rows would write; `ShapeError` if it does not fit.
+
+        `place`: what errors call the location, if something else.
+        """
         written: Written = []
-        self._check(self.value, value, span, private, (), written)
+        own, self.place = self.place, place or self.place
+        try:
+            self._check(self.value, value, span, private, (), written)
+        finally:
+            self.place = own
         return written
 
     def put(self, start: int, written: Written, *, in_place: bool = False) -> None:

@@ -19,6 +19,8 @@ class _Handed:
 
     part: torch.Tensor | None = None
     version = 0
+    place: object = None
+    """What the block calls it, where that is not the location."""
     before: list[tuple[torch.Tensor, torch.Tensor]] | None = None
     """Its tensors with what was in them, where changes may go uncounted; the part comes last."""
 
@@ -76,7 +78,7 @@ class Visit:
     what is done through a later one.
     """
 
-    __slots__ = ("_first", "_handed", "_latest", "_rows", "_shared", "event", "given_out", "slab", "span")
+    __slots__ = ("_first", "_handed", "_latest", "_rows", "_shared", "event", "given_out", "place", "slab", "span")
 
     def __init__(self, event: Location, slab: Slab, span: Span, given_out: bool = False) -> None:
         """`given_out`: the block may change what it is handed by its memory, where changes are not counted."""
@@ -84,6 +86,8 @@ class Visit:
         self.slab = slab
         self.span = span
         self.given_out = given_out
+        self.place: object = event
+        """What the block has called it last."""
         self._first: Private | None = None
         self._rows: dict[Path, torch.Tensor] = {}
         self._shared = False
@@ -98,12 +102,16 @@ class Visit:
             handed.watch()
         return handed.private.value
 
-    def see(self, view: View) -> Any:
-        """A part of a private copy. Changes made to it in place land as changes of the copy itself do."""
+    def see(self, view: View, place: object) -> Any:
+        """A part of a private copy. Changes made to it in place land as changes of the copy itself do.
+
+        `place`: what the block calls it.
+        """
         private = self._take()
         with torch.inference_mode(False), torch.no_grad():
             seen = view.get(private.value)
         handed = self._hand(private, view, view.shared(private.value))
+        handed.place = self.place = place
         if isinstance(seen, torch.Tensor) and not private.watches(seen):
             handed.part, handed.version = seen, seen._version
         if self.given_out:
@@ -135,11 +143,11 @@ class Visit:
         self._keep(self.slab.checked(self.span, value, last))
         self._latest = None
 
-    def show(self, view: View, part: Any) -> None:
-        """Replace a part of the value."""
-        private = self._take()
+    def show(self, view: View, part: Any, place: object) -> None:
+        """Replace a part of the value, which the block calls `place`."""
+        private, self.place = self._take(), place
         self._shared = self._shared or view.shared(private.value)
-        self._keep(self.slab.checked(self.span, view.put(private.value, part), private))
+        self._keep(self.slab.checked(self.span, view.put(private.value, part), private, place))
         self._latest = None
 
     def changes(self) -> Written:
@@ -190,10 +198,10 @@ class Visit:
                 self._shared = self._shared or handed.shared
                 if handed.part is not None and handed.base is not None and self._rows:
                     now = self._now()
-                    self._rows.update(self.slab.checked(self.span, handed.over(now.value), now))
+                    self._rows.update(self.slab.checked(self.span, handed.over(now.value), now, handed.place))
                 else:
                     private = None if self.given_out else handed.private
-                    self._merge(self.slab.checked(self.span, handed.value(), private), handed.base)
+                    self._merge(self.slab.checked(self.span, handed.value(), private, handed.place), handed.base)
                 handed.settle()
 
     def _keep(self, written: Written) -> None:

@@ -39,17 +39,17 @@ class Reading(Visit):
         copy = self._copy = (self._value if own is None else own).clone()
         return copy
 
-    def see(self, view: View) -> Any:
+    def see(self, view: View, place: object) -> Any:
         self._unfold()
-        return super().see(view)
+        return super().see(view, place)
 
     def set(self, value: Any) -> None:
         self._unfold()
         super().set(value)
 
-    def show(self, view: View, part: Any) -> None:
+    def show(self, view: View, part: Any, place: object) -> None:
         self._unfold()
-        super().show(view, part)
+        super().show(view, part, place)
 
     def changes(self) -> Written:
         if not self._whole and (self._copy is None or not self._copy._version):

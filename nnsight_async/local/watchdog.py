@@ -21,6 +21,8 @@ class ThreadWatchdog(Watchdog):
     from a block: one that catches `Expired` gets it again.
     """
 
+    takes_turns = False
+
     def __init__(self) -> None:
         super().__init__()
         self._striking = threading.Lock()
