@@ -88,6 +88,8 @@ class _BlockPickler(cloudpickle.Pickler):
             self._check_owner(obj)
             return reference, tuple(obj.__block_reference__())
         if isinstance(obj, FunctionType):
+            if _is_imported(obj):
+                return NotImplemented
             obj = self._prepared(obj)
         elif isinstance(obj, MethodType) and hasattr(type(obj.__self__), "__block_reference__"):
             return getattr, (obj.__self__, obj.__name__)  # the method of what the reference means there
@@ -165,6 +167,13 @@ def _check_allowed(obj: object) -> None:
     refusal: str | None = getattr(type(obj), "__block_refusal__", None)
     if refusal is not None:
         raise TypeError(refusal)
+
+
+def _is_imported(function: FunctionType) -> bool:
+    """Whether a function is had by its name where its module is installed."""
+    name = function.__module__
+    module = sys.modules.get(name) if name != "__main__" else None
+    return module is not None and vars(module).get(function.__qualname__) is function and not is_user_module(name)
 
 
 def _reduce_class(reduced: Any) -> Any:

@@ -89,7 +89,7 @@ def _selected(prompt: Mapping[str, Any]) -> list[Any]:
         )
     ids = _row(prompt["input_ids"])
     if prompt.get("attention_mask") is None:
-        return ids
+        return [*ids]
     mask = _row(prompt["attention_mask"])
     if len(mask) != len(ids):
         raise ValueError(f"attention_mask has {len(mask)} entries for {len(ids)} input_ids")
@@ -107,6 +107,8 @@ def _row(values: Any) -> list[Any]:
 
 def _ids(tokens: Any) -> list[int]:
     ids = _row(tokens) if isinstance(tokens, list) else [tokens]
+    if ids and all(type(token) is int for token in ids):
+        return [*ids]
     if not all(map(_is_id, ids)):
         if any(_is_prompt(token) for token in ids):
             raise ValueError(_ONE)

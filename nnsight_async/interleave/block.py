@@ -40,6 +40,7 @@ UNWINDING = 1.0
 
 Program = Callable[[Any, Tracer], object]
 _FIRST_ARGUMENT = FirstArgument()
+_grad_enabled = torch.is_grad_enabled
 
 
 class _Stop(BaseException):
@@ -97,6 +98,8 @@ class BlockRun:
         """The location that it waits for, or has waited for last, as its code says it."""
         self.visit: Visit | None = None
         self.clock = -1
+        self.coming: int | None = None
+        """When the location comes that it waits for, by the clock; it is known to come after now."""
         self.place: Location | None = None
         """The operation that this run has visited last in this step."""
         self.looks_inside = False
@@ -105,12 +108,15 @@ class BlockRun:
         """Whether the block takes gradients, as far as its text tells."""
         self.gives_out = False
         """Whether the block may change tensors by their memory, where changes are not counted."""
+        self.watched = True
+        """Whether it is looked for modes of torch that the block has left switched at the end of each turn."""
         self._looked_ahead = False
         self._grad_mode: bool | None = None
         """The block's own, while it waits."""
         self._timeout = timeout
         self._interleaver = interleaver
         self._greenlet: UserGreenlet = BlockGreenlet(self._main, self)
+        self._hub = greenlet.getcurrent()
 
     @property
     def over(self) -> bool:
@@ -130,9 +136,12 @@ class BlockRun:
 
         self._interleaver.modes = Modes.now()
         block, waits = self._greenlet, self.waits
-        self._greenlet = UserGreenlet(made)
-        self._enter(self._greenlet.switch, None)
-        self._greenlet = block
+        if self._interleaver.watchdog.takes_turns:
+            self._greenlet = UserGreenlet(made)
+            self._enter(self._greenlet.switch, None)
+            self._greenlet = block
+        else:
+            self._enter(made, None)
         self._grad_mode = None
         if self.error is None:
             self.waits = waits
@@ -148,6 +157,7 @@ class BlockRun:
             self.takes_gradients = foresight.gradients
             self.saves.at_once = foresight.changes or foresight.memory
             self.gives_out = foresight.memory
+            self.watched = foresight.modes or self._interleaver.setting.own_process
 
     def begin(self) -> None:
         """A forward pass with new rows of this run begins."""
@@ -215,15 +225,15 @@ class BlockRun:
         self.waits = None
         if not self._turn(switch, value):
             self.fail(timeout_error(self._timeout))
-        if Modes.now() != before:
+        if self.watched and Modes.now() != before:
             self.fail(NNsightError(MODES_CHANGED))
             before.restore()
 
     def _turn(self, switch: Callable[[Any], object], value: Any) -> bool:
         """Hand the thread to the block; False if the watchdog had to take it back."""
-        self._greenlet.parent = greenlet.getcurrent()
+        self._hub = self._greenlet.parent = greenlet.getcurrent()
         interleaver, stdout = self._interleaver, sys.stdout
-        watchdog, grad_mode = interleaver.watchdog, torch.is_grad_enabled()
+        watchdog, grad_mode = interleaver.watchdog, _grad_enabled()
         try:
             if self._grad_mode is not None and self._grad_mode != grad_mode:
                 torch.set_grad_enabled(self._grad_mode)
@@ -239,7 +249,7 @@ class BlockRun:
                 watchdog.end()
             except Expired:  # it comes with a delay, where no signal brings it
                 watchdog.end()
-            self._grad_mode = torch.is_grad_enabled()
+            self._grad_mode = _grad_enabled()
             if self._grad_mode != grad_mode:
                 torch.set_grad_enabled(grad_mode)
             if interleaver.setting.own_process:
@@ -282,10 +292,10 @@ class BlockRun:
             self._at(location).set(value)
 
     def read_view(self, location: Location, view: View, written: str = "") -> Any:
-        return self._at(location, written).see(view)
+        return self._at(location, written).see(view, written or location)
 
     def write_view(self, location: Location, view: View, part: Any, written: str = "") -> None:
-        self._at(location, written).show(view, part)
+        self._at(location, written).show(view, part, written or location)
 
     def save(self, value: Any, name: str | None = None, label: str | None = None) -> Any:
         if name is None:
@@ -337,7 +347,8 @@ class BlockRun:
         if visit is None or visit.event != event:
             self.asked = written or location
             self._check(event, self.asked)
-            self.park(event)
+            self.waits = event
+            self._hub.switch()
             visit = self.visit
             assert visit is not None
         return visit
@@ -348,21 +359,19 @@ class BlockRun:
         self._interleaver.check(event)
         if event.operation:
             self.looks_inside = True
-        if self._passed(event):
+        self.coming = self._interleaver.order.after(event, self.clock)
+        if self.coming is None or (event.operation and self._passed(event)):
             raise OutOfOrderError(
                 f"{asked} has already been passed in step {self.step}: a block reads locations in the order in which "
                 "the model computes them; read it earlier, or in the next step of `for step in tracer.iter[:]`"
             )
 
-    def _passed(self, event: Location) -> bool:
-        order, inside = self._interleaver.order, self._interleaver.sites.inside
-        if order.after(event, self.clock) is None:
-            return True
-        return bool(event.operation) and order.once(event.path) and inside.passed(event, self.place)
+    def _passed(self, operation: Location) -> bool:
+        """Whether the call that goes on has surely gone by an operation."""
+        interleaver = self._interleaver
+        return interleaver.order.once(operation.path) and interleaver.sites.inside.passed(operation, self.place)
 
     def park(self, wanted: Any) -> Any:
         """Hand the thread back until what is wanted is there."""
         self.waits = wanted
-        parent = self._greenlet.parent
-        assert parent is not None
-        return parent.switch()
+        return self._hub.switch()

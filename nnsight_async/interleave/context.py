@@ -94,13 +94,13 @@ def running() -> BlockContext | None:
 
 def current() -> BlockContext:
     """The context of the running block; `OutsideBlockError` where no block runs."""
-    context = running()
-    if context is None:
-        raise OutsideBlockError(
-            "values of the model can only be read, written or saved inside a block: "
-            "the body of `with model.trace(...)`, or the function given to `model.run(prompt, probe)`"
-        )
-    return context
+    here = greenlet.getcurrent()
+    if type(here) is BlockGreenlet:
+        return here.context
+    raise OutsideBlockError(
+        "values of the model can only be read, written or saved inside a block: "
+        "the body of `with model.trace(...)`, or the function given to `model.run(prompt, probe)`"
+    )
 
 
 def save(value: T, name: str | None = None) -> T:

@@ -11,18 +11,23 @@ import dis
 import functools
 import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodDescriptorType, MethodType, ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+
+T = TypeVar("T")
 
 NAME = "source"
 OURS = "nnsight_async"
 FOREIGN = frozenset({"torch", "numpy", OURS, "transformers", "vllm", *sys.stdlib_module_names})
 MOST_VALUES = 300
+MOST_CODES = 512
 STORES = frozenset({"STORE_SUBSCR", "STORE_SLICE", "DELETE_SUBSCR"})
 KEYWORDS = frozenset({"out", "inplace"})
+WITH = frozenset({"BEFORE_WITH", "BEFORE_ASYNC_WITH", "LOAD_SPECIAL"})
+ENTERING = frozenset({"__enter__", "enter_context"})
 GRADIENTS = frozenset({"autograd", "backward", "grad", "jacrev", "requires_grad", "requires_grad_", "vjp"})
 PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 CONTAINERS = (list, tuple, set, frozenset)
@@ -41,38 +46,60 @@ class Foresight(NamedTuple):
     `source`: it has an attribute or a string `source`. `changes`: it may change a tensor in place (a subscript that is
     assigned, `+=` and the like, a method whose name ends in `_`, `out=`, a module that works in place), or uses too
     much to tell. `gradients`: it names what takes them (`backward`, `grad`, `torch.autograd`). `memory`: it names what
-    gives out the memory of a tensor, where changes are not counted (`.data`, NumPy's views, DLPack).
+    gives out the memory of a tensor, where changes are not counted (`.data`, NumPy's views, DLPack). `modes`: it has a
+    `with`, or a name that begins with `set_`, and so may leave a mode of torch switched.
     """
 
     source: bool = False
     changes: bool = False
     gradients: bool = False
     memory: bool = False
+    modes: bool = False
 
 
 def foresee(program: object) -> Foresight:
     """What the code of `program` says, and that of all that it can come to by names, attributes and containers."""
     seen: dict[int, object] = {}
     waiting = [program]
-    source = changes = gradients = memory = False
-    while waiting and not (source and changes and gradients and memory):
+    source = changes = gradients = memory = modes = False
+    while waiting and not (source and changes and gradients and memory and modes):
         value = waiting.pop()
         if isinstance(value, PLAIN) or id(value) in seen:
             continue
         if len(seen) == MOST_VALUES:
-            return Foresight(source, changes=True, gradients=gradients, memory=True)
+            return Foresight(source, changes=True, gradients=gradients, memory=True, modes=True)
         seen[id(value)] = value
         if isinstance(value, FunctionType) and not _is_foreign(value):
             told = _told(value.__code__)
             source, changes = source or told.source, changes or told.changes
             gradients, memory = gradients or told.gradients, memory or told.memory
-        elif value is OPAQUE or _is_writer(value):
+            modes = modes or told.modes
+        elif value is OPAQUE:
+            changes = modes = True
+        elif _is_writer(value):
             changes = True
+        elif hasattr(type(value), "__exit__"):
+            modes = True
         waiting += _within(value)
-    return Foresight(source, changes, gradients, memory)
+    return Foresight(source, changes, gradients, memory, modes)
 
 
-@functools.lru_cache(maxsize=512)
+def _remembered(tell: Callable[[CodeType], T]) -> Callable[[CodeType], T]:
+    """`tell`, once for each code object: hashing one takes as long as looking into it."""
+    known: dict[int, tuple[CodeType, T]] = {}
+
+    def remembered(code: CodeType) -> T:
+        found = known.get(id(code))
+        if found is None:
+            if len(known) == MOST_CODES:
+                known.clear()
+            found = known[id(code)] = code, tell(code)
+        return found[1]
+
+    return remembered
+
+
+@_remembered
 def _told(code: CodeType) -> Foresight:
     inner = [_told(each) for each in _inner(code)]
     return Foresight(
@@ -80,6 +107,7 @@ def _told(code: CodeType) -> Foresight:
         _changes(code) or any(each.changes for each in inner),
         _takes_gradients(code) or any(each.gradients for each in inner),
         not GIVE_OUT.isdisjoint(code.co_names) or any(each.memory for each in inner),
+        _switches(code) or any(each.modes for each in inner),
     )
 
 
@@ -96,6 +124,12 @@ def _changes(code: CodeType) -> bool:
         or (found.opname == "STORE_ATTR" and found.argval == "data")
         for found in dis.get_instructions(code)
     )
+
+
+def _switches(code: CodeType) -> bool:
+    if any(name in ENTERING or name.lstrip("_").startswith("set_") for name in code.co_names):
+        return True
+    return any(found.opname in WITH for found in dis.get_instructions(code))
 
 
 def _takes_gradients(code: CodeType) -> bool:
@@ -134,7 +168,7 @@ def _is_writer(value: object) -> bool:
     return not isinstance(value, type) and bool(getattr(value, "__dict__", {}).get("inplace"))
 
 
-@functools.lru_cache(maxsize=512)
+@_remembered
 def _names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*map(_names, _inner(code)))
 

@@ -64,6 +64,7 @@ class Interleaver:
         self.turns = Turns(self)
         self._report = report
         self._aliases = aliases or {}
+        self._events: dict[Location, Location] = {}
         self._present: list[BlockRun] = []
         self._stacked = False
         self._batch = Batch(0, False)
@@ -92,6 +93,8 @@ class Interleaver:
         """
         if self._present:
             self.end_step()
+        if spans:
+            self.sites.stay()
         self._stacked = stacked
         self._batch, self._spans, self.modes = batch, spans, Modes.now()
         for run, span in spans.items():
@@ -125,13 +128,6 @@ class Interleaver:
         """The forward pass is at `event` with `value`; returns what it goes on with."""
         if self.running:
             return value
-        self.sites.wait()
-        try:
-            return self._fire(event, value)
-        finally:
-            self.sites.settle()
-
-    def _fire(self, event: Location, value: Any) -> Any:
         self.modes = Modes.now()
         runs = self.waiting.leave(event)
         replaying = self.log.replaying(event)
@@ -172,7 +168,7 @@ class Interleaver:
 
     def _let_visit(self, runs: list[BlockRun], event: Location, slab: Slab, replaying: Iterable[BlockRun] = ()) -> Any:
         for run in runs:
-            self._visit(run, event, slab)
+            self._visit(run, Visit(event, slab, self._spans[run], run.gives_out))
         return self._written(slab, runs, replaying)
 
     def refuse(self, event: Location, error: Exception) -> None:
@@ -194,6 +190,7 @@ class Interleaver:
             self._settle(run)
             self._report(run)
         self._present = []
+        self.sites.settle()
 
     def end(self, run: BlockRun) -> None:
         """The request of `run` is over."""
@@ -234,11 +231,12 @@ class Interleaver:
 
     def event(self, location: Location) -> Location:
         """The passage at which `location` is served; a module with two paths is served under the first."""
-        path = self._aliases.get(location.path, location.path)
-        kind = "inputs" if location.kind == "input" else location.kind
-        if path == location.path and kind == location.kind:
-            return location
-        return Location(path, kind, location.operation)
+        event = self._events.get(location)
+        if event is None:
+            path, kind, operation = location
+            kind = "inputs" if kind == "input" else kind
+            event = self._events[location] = Location(self._aliases.get(path, path), kind, operation)
+        return event
 
     def check(self, event: Location) -> None:
         """Raise what says why a block cannot wait for `event`, where that is known."""
@@ -303,14 +301,13 @@ class Interleaver:
         elif not run.finished:
             self.turns.begin(run)
 
-    def _visit(self, run: BlockRun, event: Location, slab: Slab) -> None:
-        span = self._spans[run]
-        passed = self.order.after(event, run.clock)
-        if passed is not None and passed > run.clock:
-            run.clock = passed
+    def _visit(self, run: BlockRun, visit: Visit) -> None:
+        event = visit.event
+        if run.coming is not None and run.coming > run.clock:
+            run.clock = run.coming
         if event.operation:
             run.place = event
-        visit = run.visit = Visit(event, slab, span, run.gives_out)
+        run.visit = visit
         run.resume()
         self.commit(run, visit)
         self.waiting.enlist(run)
@@ -330,10 +327,12 @@ class Interleaver:
     def commit(self, run: BlockRun, visit: Visit) -> None:
         try:
             written = visit.changes()
-            self.check_indices(visit.event, written)
+            if not written:
+                return
+            self.check_indices(visit.event, visit.place, written)
             visit.commit()
-            run.wrote = run.wrote or bool(written)
-            if written and self.repeats(visit.event):
+            run.wrote = True
+            if self.repeats(visit.event):
                 kept = [(path, rows.clone()) for path, rows in written]
                 nth = self.order.passage(visit.event, run.clock)
                 self.log.add(run, visit.event, visit.span, kept, nth=nth, in_place=visit.in_place)
@@ -344,13 +343,13 @@ class Interleaver:
         """Whether what is written at `event` may have to be written again."""
         return event.in_model and self.setting.preempts
 
-    def check_indices(self, event: Location, written: Written) -> None:
+    def check_indices(self, event: Location, place: object, written: Written) -> None:
         """Ids and positions that do not exist would end the engine in the look-up that they are for."""
         for _, rows in written:
             if rows.dtype in (torch.int32, torch.int64) and event != LOGITS and rows.numel():
                 bound = self._bound(event)
                 if int(rows.min()) < 0 or int(rows.max()) >= bound:
-                    raise ShapeError(f"{event} takes whole numbers from 0 to {bound - 1}")
+                    raise ShapeError(f"{place} takes whole numbers from 0 to {bound - 1}")
 
     def _bound(self, event: Location) -> int:
         if event == SAMPLES:

@@ -14,6 +14,7 @@ _inference = torch.is_inference_mode_enabled
 _functions: Callable[[], int] = torch._C._len_torch_function_stack
 _dispatchers: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _autocast = torch.is_autocast_enabled
+_streams = hasattr(torch._C, "_cuda_getCurrentRawStream")
 _dtype = torch.get_default_dtype
 _on_cuda: Callable[[], bool] = torch.cuda.is_initialized
 _device: Callable[[], int] = torch.cuda.current_device
@@ -37,11 +38,11 @@ class Modes(NamedTuple):
     stream: int
     dtype: torch.dtype
 
-    @classmethod
-    def now(cls) -> Modes:
-        stream = _stream(_device()) if _on_cuda() else 0
-        found = _inference(), _functions(), _dispatchers(), _autocast("cpu"), _autocast("cuda"), stream, _dtype()
-        return tuple.__new__(cls, found)  # at each turn twice: without the detour by keywords
+    @staticmethod
+    def now() -> Modes:
+        stream = _stream(_device()) if _streams and _on_cuda() else 0
+        found = _inference(), _functions(), _dispatchers(), _autocast("cpu"), _autocast(), stream, _dtype()
+        return tuple.__new__(Modes, found)  # at each turn twice: without the detour by keywords
 
     def restore(self) -> None:
         """Undo what a block left behind that no `with` undoes, such as `torch.set_default_device`."""

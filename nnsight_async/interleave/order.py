@@ -35,11 +35,9 @@ class Order:
 
     def after(self, event: Location, clock: int) -> int | None:
         """Index of the next passage after `clock`; None when the last has gone by, UNKNOWN when none was recorded."""
-        if event.operation:
-            return self._during(event, clock)
         indices = self._indices.get(event)
         if not indices:
-            return UNKNOWN
+            return self._during(event, clock) if event.operation else UNKNOWN
         at = bisect_right(indices, clock)
         return indices[at] if at < len(indices) else None
 

@@ -163,7 +163,7 @@ class Turns:
         interleaver = self._interleaver
         changed = {path: bundle.written(path) for path in bundle.changed}
         flat = {path: tensor.flatten(0, 1) for path, tensor in changed.items()}
-        interleaver.check_indices(event, list(flat.items()))
+        interleaver.check_indices(event, event, list(flat.items()))
         for path, tensor in flat.items():
             for start, first, last in _neighbours([span for span, _ in members]):
                 slab.put(start, [(path, tensor[first:last])])
@@ -186,7 +186,7 @@ class Turns:
                 line = deed.line
                 match deed:
                     case Read():
-                        readings[deed.number] = visit.get() if deed.view is None else visit.see(deed.view)
+                        readings[deed.number] = visit.get() if deed.view is None else visit.see(deed.view, deed.asked)
                     case Save():
                         _save(run, deed, _at(readings[deed.reading.number], deed.keys))
                     case Change():
@@ -229,7 +229,7 @@ def _change(run: BlockRun, change: Change, readings: dict[int, Any], visit: Visi
     if not change.keys:
         changed = IN_PLACE[change.sign](reading, value)
         view = change.reading.view
-        visit.set(changed) if view is None else visit.show(view, changed)
+        visit.set(changed) if view is None else visit.show(view, changed, change.reading.asked)
         return
     *keys, last = change.keys
     holder = _at(reading, keys)

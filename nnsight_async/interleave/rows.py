@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -43,7 +43,6 @@ class Batch:
     shared: bool
 
 
-@dataclass(slots=True)
 class Private:
     """What one run was handed: its copy of a value, and by path the tensors in it with the changes dealt with so far.
 
@@ -51,13 +50,16 @@ class Private:
     (`torch.Tensor._version`, torch 2.13).
     """
 
-    value: Any = None
-    tensors: dict[Path, torch.Tensor] = field(default_factory=dict["Path", torch.Tensor])
-    versions: dict[Path, int] = field(default_factory=dict["Path", int])
+    __slots__ = ("tensors", "value", "versions")
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+        self.tensors: dict[Path, torch.Tensor] = {}
+        self.versions: dict[Path, int] = {}
+        """Those that are not 0."""
 
     def add(self, path: Path, tensor: torch.Tensor) -> None:
         self.tensors[path] = tensor
-        self.versions[path] = 0
 
     def watches(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of the copies."""
@@ -67,7 +69,7 @@ class Private:
         """Whether a copy was changed in place since `settle`."""
         versions = self.versions
         for path, tensor in self.tensors.items():  # noqa: SIM110  a generator takes twice as long
-            if tensor._version != versions[path]:
+            if tensor._version != versions.get(path, 0):
                 return True
         return False
 
@@ -77,7 +79,7 @@ class Private:
 
     def untouched(self, path: Path, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is the copy that is at `path`, and was not changed since `settle`."""
-        return tensor is self.tensors.get(path) and tensor._version == self.versions[path]
+        return tensor is self.tensors.get(path) and tensor._version == self.versions.get(path, 0)
 
 
 class Slab:
@@ -86,9 +88,6 @@ class Slab:
     Others may hold the same tensors (a residual stream, a module that returns its input), so the first write to a
     tensor replaces it by a clone; every later write of this event goes to that clone.
     """
-
-    graph = False
-    """Whether what is handed out is part of a graph, and the forward pass has to go on from it, changed or not."""
 
     def __init__(
         self, value: Any, batch: Batch, place: object, spans: Sequence[Span], *, before: Slab | None = None
@@ -103,6 +102,11 @@ class Slab:
         self._copies: dict[int, dict[int, torch.Tensor]] = {}
         self._writes: dict[Path, list[Write]] = {}
         self._ours: set[int] = set()
+
+    @property
+    def graph(self) -> bool:
+        """Whether what is handed out is part of a graph, and the forward pass has to go on from it, changed or not."""
+        return False
 
     def take(self, span: Span) -> Private:
         """A private copy of the rows of `span`, in the structure of the value as it was when the first was taken."""
@@ -130,10 +134,17 @@ class Slab:
         self._source, self._copies = self.value, {}
         return self.take(span)
 
-    def checked(self, span: Span, value: Any, private: Private | None) -> Written:
-        """What writing `value` over this run's rows would write; `ShapeError` if it does not fit."""
+    def checked(self, span: Span, value: Any, private: Private | None, place: object = None) -> Written:
+        """What writing `value` over this run's rows would write; `ShapeError` if it does not fit.
+
+        `place`: what errors call the location, if something else.
+        """
         written: Written = []
-        self._check(self.value, value, span, private, (), written)
+        own, self.place = self.place, place or self.place
+        try:
+            self._check(self.value, value, span, private, (), written)
+        finally:
+            self.place = own
         return written
 
     def put(self, start: int, written: Written, *, in_place: bool = False) -> None:

@@ -26,8 +26,8 @@ class Sites:
         self._listener = listener
         self.inside = Inside(listener)
         self._wanted: dict[str, int] = {}
-        self._idle: list[str] = []
-        self._waits = False
+        """How many wait at a module itself."""
+        self._stays = False
         self._chains: dict[str, tuple[str, ...]] = {}
         self._previous: dict[str, Any] = {}
         self._reporting: dict[str, Callable[..., Any]] = {}
@@ -38,46 +38,46 @@ class Sites:
     @property
     def entered(self) -> int:
         """How many modules carry a reporting `forward` now."""
-        return len(self._wanted)
+        return len(self._previous)
 
     def module(self, path: str) -> torch.nn.Module | None:
         return self._modules.get(path)
 
     def want(self, event: Location) -> None:
         """Someone waits at `event`: enter its module and the ancestors."""
-        if event.operation:
+        path, _, operation = event
+        if operation:
             self.inside.want(event)
-        wanted = self._wanted
-        for link in self._chain(event.path):
-            count = wanted.get(link)
-            if count is None:
-                self._enter(link)
-            wanted[link] = (count or 0) + 1
+        count = self._wanted.get(path, 0)
+        self._wanted[path] = count + 1
+        if not count:
+            for link in self._chain(path):
+                if link not in self._previous:
+                    self._enter(link)
 
     def release(self, event: Location) -> None:
         """One who waited at `event` does no more."""
-        if event.operation:
+        path, _, operation = event
+        if operation:
             self.inside.release(event)
-        wanted = self._wanted
-        for link in self._chain(event.path):
-            wanted[link] -= 1
-            if not wanted[link]:
-                self._idle.append(link)
-        if not self._waits:
-            self.settle()
+        count = self._wanted[path] - 1
+        if count:
+            self._wanted[path] = count
+        else:
+            del self._wanted[path]
+            if not self._stays:
+                self.settle()
 
-    def wait(self) -> None:
+    def stay(self) -> None:
         """Leave no module until `settle`: who waited at one will wait at another, mostly below the same ancestors."""
-        self._waits = True
+        self._stays = True
 
     def settle(self) -> None:
         """Leave the modules that nobody wants any more."""
-        self._waits = False
-        idle, self._idle = self._idle, []
-        for link in idle:
-            if self._wanted.get(link) == 0:
-                del self._wanted[link]
-                self._leave(link)
+        self._stays = False
+        needed = {link for path in self._wanted for link in self._chain(path)}
+        for link in [link for link in self._previous if link not in needed]:
+            self._leave(link)
 
     def watch(self, event: Location) -> None:
         """A block that uses `.source` waits at `event`, and may next ask for operations of what runs meanwhile."""

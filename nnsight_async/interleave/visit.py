@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,22 +14,25 @@ if TYPE_CHECKING:
     from nnsight_async.interleave.views import View
 
 
-@dataclass(slots=True)
 class _Handed:
     """One reading: the copy, and the part of it that the block got, where that is a tensor of its own."""
 
-    private: Private
-    view: View | None = None
     part: torch.Tensor | None = None
-    version: int = 0
-    shared: bool = False
-    base: Any = None
-    """The value as it was handed out, kept where several readings may change different parts of it."""
+    version = 0
+    place: object = None
+    """What the block calls it, where that is not the location."""
     before: list[tuple[torch.Tensor, torch.Tensor]] | None = None
     """Its tensors with what was in them, where changes may go uncounted; the part comes last."""
 
+    def __init__(self, private: Private, view: View | None, base: Any, *, shared: bool) -> None:
+        """`base`: the value as it was handed out, kept where several readings may change different parts of it."""
+        self.private = private
+        self.view = view
+        self.base = base
+        self.shared = shared
+
     def changed(self) -> bool:
-        if self.private.changed() or self._part_changed():
+        if self.private.changed() or (self.part is not None and self._part_changed()):
             return True
         return self.before is not None and any(not _equal(tensor, was) for tensor, was in self.before)
 
@@ -69,7 +71,6 @@ def _equal(tensor: torch.Tensor, was: torch.Tensor) -> bool:
     return torch.equal(tensor, was) or torch.equal(tensor.nan_to_num(), was.nan_to_num())
 
 
-@dataclass(slots=True)
 class Visit:
     """The batch's value at `event`, this run's rows of it, and what the block has been handed of them.
 
@@ -77,17 +78,22 @@ class Visit:
     what is done through a later one.
     """
 
-    event: Location
-    slab: Slab
-    span: Span
-    given_out: bool = False
-    """Whether the block may change what it is handed by its memory, where changes are not counted."""
-    _first: Private | None = None
-    _rows: dict[Path, torch.Tensor] = field(default_factory=dict["Path", torch.Tensor])
-    _shared: bool = False
-    _handed: list[_Handed] = field(default_factory=list[_Handed])
-    _latest: _Handed | None = None
-    """The last reading, unless something else has been put here since."""
+    __slots__ = ("_first", "_handed", "_latest", "_rows", "_shared", "event", "given_out", "place", "slab", "span")
+
+    def __init__(self, event: Location, slab: Slab, span: Span, given_out: bool = False) -> None:
+        """`given_out`: the block may change what it is handed by its memory, where changes are not counted."""
+        self.event = event
+        self.slab = slab
+        self.span = span
+        self.given_out = given_out
+        self.place: object = event
+        """What the block has called it last."""
+        self._first: Private | None = None
+        self._rows: dict[Path, torch.Tensor] = {}
+        self._shared = False
+        self._handed: list[_Handed] = []
+        self._latest: _Handed | None = None
+        """The last reading, unless something else has been put here since."""
 
     def get(self) -> Any:
         """A private copy of the rows."""
@@ -96,17 +102,27 @@ class Visit:
             handed.watch()
         return handed.private.value
 
-    def see(self, view: View) -> Any:
-        """A part of a private copy. Changes made to it in place land as changes of the copy itself do."""
+    def see(self, view: View, place: object) -> Any:
+        """A part of a private copy. Changes made to it in place land as changes of the copy itself do.
+
+        `place`: what the block calls it.
+        """
         private = self._take()
         with torch.inference_mode(False), torch.no_grad():
             seen = view.get(private.value)
         handed = self._hand(private, view, view.shared(private.value))
+        handed.place = self.place = place
         if isinstance(seen, torch.Tensor) and not private.watches(seen):
             handed.part, handed.version = seen, seen._version
         if self.given_out:
             handed.watch()
         return seen
+
+    def _handed_before(self, tensor: torch.Tensor) -> None:
+        """A tensor that was handed out, with a version of 0, is the first reading."""
+        self._first = Private(tensor)
+        self._first.add((), tensor)
+        self._hand(self._first)
 
     def _hand(self, private: Private, view: View | None = None, shared: bool = False) -> _Handed:
         """Note a reading; from the second on, with what it was, so that the changes of each can be told apart."""
@@ -116,7 +132,7 @@ class Visit:
                 self._handed[0].base = self.slab.original(self.span)
         else:
             base = None
-        handed = self._latest = _Handed(private, view, shared=shared, base=base)
+        handed = self._latest = _Handed(private, view, base, shared=shared)
         self._handed.append(handed)
         return handed
 
@@ -127,11 +143,11 @@ class Visit:
         self._keep(self.slab.checked(self.span, value, last))
         self._latest = None
 
-    def show(self, view: View, part: Any) -> None:
-        """Replace a part of the value."""
-        private = self._take()
+    def show(self, view: View, part: Any, place: object) -> None:
+        """Replace a part of the value, which the block calls `place`."""
+        private, self.place = self._take(), place
         self._shared = self._shared or view.shared(private.value)
-        self._keep(self.slab.checked(self.span, view.put(private.value, part), private))
+        self._keep(self.slab.checked(self.span, view.put(private.value, part), private, place))
         self._latest = None
 
     def changes(self) -> Written:
@@ -182,10 +198,10 @@ class Visit:
                 self._shared = self._shared or handed.shared
                 if handed.part is not None and handed.base is not None and self._rows:
                     now = self._now()
-                    self._rows.update(self.slab.checked(self.span, handed.over(now.value), now))
+                    self._rows.update(self.slab.checked(self.span, handed.over(now.value), now, handed.place))
                 else:
                     private = None if self.given_out else handed.private
-                    self._merge(self.slab.checked(self.span, handed.value(), private), handed.base)
+                    self._merge(self.slab.checked(self.span, handed.value(), private, handed.place), handed.base)
                 handed.settle()
 
     def _keep(self, written: Written) -> None:

@@ -18,10 +18,11 @@ class Waiting(dict[Location, "list[BlockRun]"]):
 
     def enlist(self, run: BlockRun) -> None:
         """`run` waits where it says, if it does."""
-        if isinstance(run.waits, Location) and not run.finished:
-            self.want(run.waits).append(run)
+        event = run.waits
+        if isinstance(event, Location) and not run.finished:
+            self.want(event).append(run)
             if run.looks_inside:
-                self._watch(run.waits)
+                self._watch(event)
 
     def leave(self, event: Location) -> list[BlockRun]:
         """The runs that wait for `event`, which has come: they do no more."""

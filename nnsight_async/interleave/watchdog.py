@@ -38,6 +38,8 @@ class Watchdog:
     handles no signals, and calls of C that compute without looking for signals.
     """
 
+    takes_turns = True
+    """Whether it takes turns away from greenlets, so that all code of users has to run in one."""
     on_duty: ClassVar[Watchdog | None] = None
     """Whose turn began last."""
 

@@ -6,11 +6,16 @@ import sys
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
-from nnsight_async.errors import OutsideBlockError
+import torch
+
+from nnsight_async.errors import NNsightError, OutsideBlockError
 from nnsight_async.interleave.interleaver import Interleaver
+from nnsight_async.interleave.modes import MODES_CHANGED, Modes
+from nnsight_async.local.reading import Reading
+from nnsight_async.local.slab import Padded, mixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from nnsight_async.interleave.block import BlockRun
     from nnsight_async.interleave.locations import Location
@@ -82,16 +87,40 @@ class MeetingPlace(Interleaver):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.released: list[BlockRun] = []
+        self._before = Modes.now()
+        """The modes of torch when the step began."""
+        self._lean = False
+        """Whether a turn in this step may take no more than a reading."""
+        self.experts: Sequence[str] = ()
+        """The modules in which rows are in the order of experts."""
 
     def begin_step(self, spans: Mapping[BlockRun, Span], batch: Batch, *, stacked: bool = False) -> None:
+        self._before = Modes.now()
+        self._lean = not (stacked or batch.graph)
         super().begin_step(spans, batch, stacked=stacked)
         self._release()
 
+    def end_step(self) -> None:
+        if self._present and Modes.now() != self._before:
+            for run in self._present:  # nothing in their text switches a mode, so that nobody has watched them
+                run.fail(NNsightError(MODES_CHANGED))
+            self._before.restore()
+        super().end_step()
+
+    def end(self, run: BlockRun) -> None:
+        before = Modes.now()
+        super().end(run)
+        if Modes.now() != before:
+            before.restore()
+
     def fire(self, event: Location, value: Any) -> Any:
         runs = self.waiting.get(event)
-        if runs and len(runs) > 1:  # they have come in the order of what they read before
-            runs.sort(key=lambda run: self._spans[run].start)
-        value = super().fire(event, value)
+        if runs and type(value) is torch.Tensor and self._lean and len(runs) == 1 and self._reads(runs[0], event):
+            value = self._fire_alone(event, value, runs[0])
+        else:
+            if runs and len(runs) > 1:  # they have come in the order of what they read before
+                runs.sort(key=lambda run: self._spans[run].start)
+            value = super().fire(event, value)
         while self.released and (late := [run for run in self._release() if run.waits == event]):
             others = [run for run in self.waiting[event] if run not in late]
             for run in others:  # they wait for the next time
@@ -100,6 +129,20 @@ class MeetingPlace(Interleaver):
             for run in others:
                 self.waiting.enlist(run)
         return value
+
+    def _reads(self, run: BlockRun, event: Location) -> bool:
+        """Whether a turn at `event` takes no more than a reading, unless the block writes."""
+        if self.running or run.gives_out or event in self._collecting:
+            return False
+        return not (self.experts and mixes(event, self.experts))
+
+    def _fire_alone(self, event: Location, value: torch.Tensor, run: BlockRun) -> Any:
+        if run.watched:
+            self.modes = Modes.now()
+        self.waiting.leave(event)
+        visit = Reading(event, value, self._batch, self._spans[run], self.setting.slab)
+        self._visit(run, visit)
+        return self._written(visit.slab, (run,), ()) if visit.wrote else value
 
     def _release(self) -> list[BlockRun]:
         """Have those go on that were released, until they wait again."""

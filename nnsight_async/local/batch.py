@@ -28,14 +28,12 @@ class Batch:
         self._model = model
         self._interleaver = interleaver
         self._device = device
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT hands all arguments on
-        self._accepted = _parameters(type(inner))
         self._lengths = [len(member.prompt.ids) for member in members]
         self._padded = len(set(self._lengths)) > 1
         self._cache: Any = None
         # Without weights, masks are made from shapes alone only where there is a cache (transformers 5.19).
         self._caches = device.type == "meta" or any(member.max_tokens > 1 for member in members)
-        self._mask = torch.empty(0)
+        self._mask: Any = None
         self._step = 0
 
     @property
@@ -78,7 +76,7 @@ class Batch:
         inputs: dict[str, Any] = {"use_cache": self._caches, **self._prompts()} if not self._step else self._next()
         if self._padded:
             inputs["attention_mask"] = self._mask
-            if "position_ids" in self._accepted:
+            if "position_ids" in _parameters(self._model):
                 positions = (self._mask.cumsum(-1) - 1).clamp_(min=0)
                 inputs["position_ids"] = positions[:, -inputs["input_ids"].shape[1] :]
         return inputs
@@ -101,9 +99,11 @@ class Batch:
         return {"input_ids": ids, "past_key_values": self._cache, "use_cache": True}
 
     def _draw(self, logits: torch.Tensor) -> torch.Tensor:
+        logits = logits.detach()
         with torch.no_grad():
-            drawn = [member.draw(logits[n : n + 1].detach()) for n, member in enumerate(self.members)]
-            return torch.stack(drawn)
+            if len(self.members) == 1:
+                return self.members[0].draw(logits)[None]
+            return torch.stack([member.draw(logits[n : n + 1]) for n, member in enumerate(self.members)])
 
     def _fire(self, event: Any, value: torch.Tensor) -> torch.Tensor:
         return self._interleaver.fire(event, value) if event in self._interleaver.waiting else value
@@ -124,7 +124,12 @@ class Batch:
                     setattr(layer, name, held.detach())
 
 
+def _parameters(model: Any) -> frozenset[str]:
+    """The names of what `forward` takes."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT hands all arguments on
+    return _parameters_of(type(inner))
+
+
 @functools.cache
-def _parameters(kind: Any) -> frozenset[str]:
-    """The names of what `forward` of a class takes."""
+def _parameters_of(kind: Any) -> frozenset[str]:
     return frozenset(inspect.signature(kind.forward).parameters)

@@ -58,7 +58,8 @@ class LocalEngine:
         self._limits = limits
         self._vocabulary = loaded.vocabulary
         self._blocks = Blocks(loaded.device, limits.save_bytes, limits.block_seconds)
-        slab = partial(PaddedSlab, experts=experts_of(loaded.model))
+        experts = experts_of(loaded.model)
+        slab = partial(PaddedSlab, experts=experts)
         setting = Setting(slab, LocalTracer, ThreadWatchdog, preempts=False, own_process=False)
         self._interleaver = self._blocks.interleaver = MeetingPlace(
             loaded.model,
@@ -69,6 +70,7 @@ class LocalEngine:
             Limits(self._vocabulary, loaded.positions),
             setting,
         )
+        self._interleaver.experts = experts
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._batches: list[tuple[Batch, Sequence[Member]]] = []
         self._submitting = threading.Lock()

@@ -39,9 +39,10 @@ class Home:
         if tensor.is_meta:
             return tensor
         memory = tensor.untyped_storage()
-        if copy or memory.nbytes() > tensor.nbytes or memory.data_ptr() in self._given:
+        at, size = memory.data_ptr(), tensor.nbytes
+        if copy or memory.nbytes() > size or at in self._given:
             tensor = tensor.clone()
-            memory = tensor.untyped_storage()
-        if tensor.nbytes:
-            self._given.add(memory.data_ptr())
+            at = tensor.data_ptr()
+        if size:
+            self._given.add(at)
         return tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, cast
@@ -99,19 +100,25 @@ class Draw:
         """One token, `[1]`, from logits `[1, vocab]`."""
         params = self._params
         # As on vLLM, where blocks may have made NaN of them too.
-        limits = torch.finfo(logits.dtype)
-        logits = logits.nan_to_num(limits.min, limits.max, -torch.inf)
+        least, most = _limits(logits.dtype)
+        logits = logits.nan_to_num(least, most, -torch.inf)
         if not params.temperature or logits.is_meta:
             return logits.argmax(-1)
-        limits = torch.finfo(torch.float32)
-        scaled = (logits.float() / params.temperature).nan_to_num(limits.min, limits.max, limits.min)
+        least, most = _limits(torch.float32)
+        scaled = (logits.float() / params.temperature).nan_to_num(least, most, least)
         if params.top_k > 0:
-            least = scaled.topk(min(params.top_k, scaled.shape[-1])).values[..., -1:]
-            scaled = scaled.masked_fill(scaled < least, -torch.inf)
+            bound = scaled.topk(min(params.top_k, scaled.shape[-1])).values[..., -1:]
+            scaled = scaled.masked_fill(scaled < bound, -torch.inf)
         probabilities = scaled.softmax(-1)
         if params.top_p < 1:
             probabilities = _nucleus(probabilities, params.top_p)
         return torch.multinomial(probabilities, 1, generator=self._generator)[:, 0]
+
+
+@functools.cache
+def _limits(dtype: torch.dtype) -> tuple[float, float]:
+    limits = torch.finfo(dtype)
+    return limits.min, limits.max
 
 
 def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:

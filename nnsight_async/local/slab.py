@@ -52,7 +52,7 @@ class Padded(Batch):
         sequence, padding = divmod(start, self.length)
         if not self.drawing:
             if 2 <= len(shape) <= 3 and shape[0] == self.sequences and shape[1] == self.length:
-                own = tensor.select(0, sequence)
+                own = tensor[sequence]
                 return own.narrow(0, padding, self.length - padding) if padding else own
             if shape[0] == self.rows:
                 return tensor[start : (sequence + 1) * self.length]
@@ -80,11 +80,11 @@ class PaddedSlab(Slab):
     ) -> None:
         """`experts`: the paths of modules in which rows are in the order of experts, and not of tokens."""
         super().__init__(value, batch, place, spans, before=before)
-        if self.batch.graph:
-            self.graph = True
-        self._mixed = bool(experts) and any(
-            place.path.startswith(f"{path}.") or (place.path == path and place.operation) for path in experts
-        )
+        self._mixed = bool(experts) and mixes(place, experts)
+
+    @property
+    def graph(self) -> bool:
+        return self.batch.graph
 
     def again(self, value: Any, rows: Mapping[Path, torch.Tensor]) -> Private:
         private = Private()
@@ -144,6 +144,11 @@ class PaddedSlab(Slab):
 
     def _whole(self, tensor: torch.Tensor) -> bool:
         return False
+
+
+def mixes(place: Location, experts: Sequence[str]) -> bool:
+    """Whether rows at `place` are in the order of experts: it lies in one of these modules."""
+    return any(place.path.startswith(f"{path}.") or (place.path == path and place.operation) for path in experts)
 
 
 def rooted(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import math
 import threading
-import time
+from threading import get_ident
+from time import monotonic
 
 from nnsight_async.interleave.watchdog import INTERVAL, Expired, Watchdog
 
@@ -20,24 +21,27 @@ class ThreadWatchdog(Watchdog):
     from a block: one that catches `Expired` gets it again.
     """
 
+    takes_turns = False
+
     def __init__(self) -> None:
         super().__init__()
         self._striking = threading.Lock()
-        """Held to strike and to end a turn, so that no strike comes after a turn's end."""
+        self._aims = False
+        """Whether a strike may come now: then the end of a turn waits for it, so that none comes after."""
         self._watched = 0
 
     def begin(self, seconds: float) -> None:
         if self._thread is None and seconds < math.inf:
             self._start()
-        self._watched = threading.get_ident()
-        self._began = time.monotonic()
-        self._deadline = self._began + seconds
+        self._watched = get_ident()
+        self._deadline = monotonic() + seconds
 
     def end(self) -> None:
         """The turn is over; raises `Expired` if it was struck at its very end, and then is to be called again."""
-        with self._striking:
-            self._deadline = math.inf
-        self.seconds += time.monotonic() - self._began
+        self._deadline = math.inf
+        if self._aims:
+            with self._striking:
+                pass
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=self._watch, name="nnsight-watchdog", daemon=True)
@@ -45,10 +49,16 @@ class ThreadWatchdog(Watchdog):
 
     def _watch(self) -> None:
         while not self._closing.wait(INTERVAL):
-            with self._striking:
-                now = time.monotonic()
-                if now > self._deadline and not self._held:
-                    self._deadline = now + PAUSE
-                    self.total += 1
-                    thread, error = ctypes.c_ulong(self._watched), ctypes.py_object(Expired)
-                    ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+            if monotonic() > self._deadline:
+                with self._striking:
+                    self._aims = True
+                    self._strike()
+                    self._aims = False
+
+    def _strike(self) -> None:
+        now = monotonic()
+        if now > self._deadline and not self._held:
+            self._deadline = now + PAUSE
+            self.total += 1
+            thread, error = ctypes.c_ulong(self._watched), ctypes.py_object(Expired)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
