@@ -43,6 +43,10 @@ class Sites:
     def module(self, path: str) -> torch.nn.Module | None:
         return self._modules.get(path)
 
+    def lodge(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        """Have these in the place of modules that are not here. Nobody may wait at them."""
+        self._modules.update(modules)
+
     def want(self, event: Location) -> None:
         """Someone waits at `event`: enter its module and the ancestors."""
         if event.operation:

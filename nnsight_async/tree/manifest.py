@@ -9,7 +9,7 @@ import msgspec
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-FORMAT = 2  # part of every cache key: raise it when a field changes
+FORMAT = 3  # part of every cache key: raise it when a field changes
 
 
 class ParameterInfo(msgspec.Struct, frozen=True):
@@ -83,6 +83,8 @@ class ModuleInfo(msgspec.Struct, frozen=True):
     """The key of the module's forward among the `sources` of the manifest."""
     sourceless: str = ""
     """Why there is none."""
+    stage: int = 0
+    """The pipeline stage that has the module; of those around the layers, which all stages have, the first."""
 
     @property
     def name(self) -> str:
