@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple, NoReturn, Protocol, cast
 
 import torch
@@ -18,7 +19,7 @@ PLAIN = (bool, int, float, complex, str, bytes, slice, torch.dtype, torch.device
 
 
 class Wire(Protocol):
-    """The other stages, as one of them reaches them. What is said arrives in its order; nobody waits to have said it."""
+    """The other stages, as one of them reaches them. Messages keep their order, and saying them waits for nobody."""
 
     def say(self, message: object, stages: Iterable[int]) -> None: ...
 
@@ -42,10 +43,12 @@ class Stages(NamedTuple):
     starts: tuple[int, ...]
     """Where the passages of each begin, in the order of the whole model, and where they end."""
     homes: Mapping[str, int]
-    cut: Set[str]
+    cut: AbstractSet[str]
     """The modules around the layers, which are entered on the first stage and left on the last."""
     elsewhere: Mapping[str, torch.nn.Module]
     """By path, what stands here for the modules of other stages."""
+    modules: Mapping[str, torch.nn.Module]
+    """By path all modules of the model: those of this stage, and those that stand for others."""
 
     @property
     def last(self) -> int:

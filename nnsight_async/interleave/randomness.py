@@ -35,7 +35,7 @@ class Randomness:
 
 
 class OwnRandomness:
-    """Every run draws from generators of its own: the same numbers wherever its block runs, whatever else draws there."""
+    """Every run draws from generators of its own: the same wherever its block runs."""
 
     def __init__(self) -> None:
         self._states: dict[object, tuple[Any, ...]] = {}

@@ -44,8 +44,9 @@ class Sites:
         return self._modules.get(path)
 
     def lodge(self, modules: Mapping[str, torch.nn.Module]) -> None:
-        """Have these in the place of modules that are not here. Nobody may wait at them."""
-        self._modules.update(modules)
+        """Have these be the modules by path: those that are here, under the paths of the whole model."""
+        self._modules = dict(modules)
+        self._others = _others(self._modules)
 
     def want(self, event: Location) -> None:
         """Someone waits at `event`: enter its module and the ancestors."""

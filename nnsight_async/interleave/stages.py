@@ -6,29 +6,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
-from functools import partial
-from types import MethodType
 from typing import Any
-
-import torch
 
 from nnsight_async.errors import UnsupportedError
 from nnsight_async.interleave.block import BlockRun
 from nnsight_async.interleave.cache import Cache
-from nnsight_async.interleave.context import running
-from nnsight_async.interleave.interleaver import Interleaver
-from nnsight_async.interleave.leading import is_of_model
+from nnsight_async.interleave.elsewhere import Reaching
 from nnsight_async.interleave.locations import Location, expression
 from nnsight_async.interleave.passed import (
     Absent,
-    Apply,
     Cached,
-    Called,
     Entry,
     Failed,
-    Far,
-    Fetch,
-    Module,
     Stages,
     Told,
     Visited,
@@ -39,14 +28,13 @@ from nnsight_async.interleave.passed import (
 )
 from nnsight_async.interleave.randomness import OwnRandomness
 from nnsight_async.interleave.rows import Batch, Slab, Span
-from nnsight_async.interleave.shared import applicable, guarded, reference
 from nnsight_async.interleave.visit import Visit
 from nnsight_async.interleave.waiting import Waiting
 
 ByRun = Mapping[tuple[int, int], Told]
 
 
-class Staged(Interleaver):
+class Staged(Reaching):
     """Runs the blocks of one stage, each of which other stages run as well.
 
     Where a block is at a location of this stage, it is served, and what it was handed is told to the others; what it
@@ -60,16 +48,11 @@ class Staged(Interleaver):
     """
 
     def __init__(self, *args: Any, stages: Stages, wire: Callable[[Callable[[Any], Any]], Wire], **kwargs: Any) -> None:
-        self.stages = stages
-        super().__init__(*args, **kwargs)
-        self.sites.lodge(stages.elsewhere)
+        super().__init__(*args, stages=stages, wire=wire, **kwargs)
         self.closed: set[BlockRun] = set()
         """Runs that are over on the last stage, of which nothing is told any more."""
         self._thread = threading.get_ident()
         self._randomness = OwnRandomness()
-        self._leads = False
-        self._noted: dict[BlockRun, list[Entry]] = {}
-        self._coming: dict[BlockRun, deque[Entry]] = {}
         self._met: list[BlockRun] = []
         """Those of the pass that goes on."""
         self._heard: list[ByRun] = []
@@ -77,7 +60,6 @@ class Staged(Interleaver):
         self._open: deque[list[BlockRun]] = deque()
         """Those of passes that later stages have still to tell of."""
         self._catching_up = False
-        self._wire = wire(self.answer)
 
     # -- driven by the worker --------------------------------------------------------------------------------------
 
@@ -87,12 +69,17 @@ class Staged(Interleaver):
         self._heard = [self._hear(stage) for stage in range(self.stages.stage)]
         for run in self._met if self._heard else ():
             for heard in self._heard:
-                if heard[run.key, run.part].stood and not run.ended:  # it was ended there: here it would be again
+                told = heard[run.key, run.part]
+                if told.stood and not run.ended and run.error is None:  # it was ended there, and would be here again
                     run.step += 1
-                    self._fail(run, heard[run.key, run.part])
+                    self._fail(run, told)
                     self._report(run)
-                    break
             self._coming[run] = deque(self._heard[0][run.key, run.part].entries)
+
+    @property
+    def unsaid(self) -> bool:
+        """Whether a pass has begun of whose end the others have not been told."""
+        return bool(self._met)
 
     def take_in(self) -> None:
         """The blocks stand at the beginning of the pass: let them go on as on the stages before this one."""
@@ -114,7 +101,7 @@ class Staged(Interleaver):
         self._collecting.clear()
         self._present = []
         if self._met:
-            self._wire.say(self._news(), self.stages.others)
+            self._say(self._news())
             self._open.append(self._met)
             self._met = []
 
@@ -128,15 +115,14 @@ class Staged(Interleaver):
             news = self._news() if self._told is None else self._told
             news = [told._replace(over=run.over) for told, run in zip(news, self._met, strict=True)]
             self.closed.update(run for run in self._met if run.over)
-            self._wire.say(news, self.stages.others)
+            self._say(news)
         self._met, self._told = [], None
 
     def catch_up(self, runs: Iterable[BlockRun]) -> None:
         """The next step of these runs is about to begin: hear of their last one on the stages behind this one."""
         wanted, later = set(runs), range(self.stages.stage + 1, self.stages.last + 1)
-        behind = sum(1 for _ in self._open) if later else 0
         needed = max((at + 1 for at, met in enumerate(self._open) if not wanted.isdisjoint(met)), default=0)
-        for number in range(behind):
+        for number in range(len(self._open)):
             if number >= needed and not all(map(self._wire.heard, later)):
                 return
             self._catching_up = True
@@ -183,6 +169,10 @@ class Staged(Interleaver):
             super().refuse(event, error)
 
     # -- what was handed out elsewhere -------------------------------------------------------------------------------
+
+    def _say(self, news: list[Told]) -> None:
+        self.exchanges += 1
+        self._wire.say(news, self.stages.others)
 
     def _hear(self, stage: int) -> ByRun:
         return {(told.key, told.part): told for told in self._wire.hear(stage)}
@@ -285,9 +275,6 @@ class Staged(Interleaver):
             value = cache[f"{event.path}.{event.kind}"][-1]
             self._note(run, Cached(run.caches.index(cache), event, portable(value)))
 
-    def _note(self, run: BlockRun, entry: Entry) -> None:
-        self._noted.setdefault(run, []).append(entry)
-
     def _make_waiting(self) -> Waiting:
         return _WaitingHere(self)
 
@@ -300,8 +287,8 @@ class Staged(Interleaver):
     def check(self, event: Location) -> None:
         if event.operation and event.path in self.stages.cut:
             raise UnsupportedError(
-                f"{expression(event.path)} goes over all stages of the pipeline, and none of them has its operations in "
-                "one: read the modules that it calls"
+                f"{expression(event.path)} goes over all stages of the pipeline, and none has its operations in one: "
+                "read the modules that it calls"
             )
         super().check(event)
 
@@ -314,73 +301,6 @@ class Staged(Interleaver):
                 self._collecting.setdefault(event, []).append((run, cache))
                 self.waiting.want(event)
 
-    def lend(self, path: str, name: str, value: Any) -> Any:
-        if isinstance(value, Far):
-            return guarded(self._ask(path, Fetch(path, name)), name, expression(path))
-        lent = super().lend(path, name, value)
-        if is_of_model(value, self.module(path), name):
-            return partial(self._applied, path, name)
-        if path in self.stages.elsewhere and isinstance(value, MethodType):
-            raise UnsupportedError(
-                f"{expression(path)} is on stage {self.stages.homes[path]} of the pipeline, and its {name}() cannot be "
-                f"called from all of them: name the tensors, such as {expression(path)}.weight"
-            )
-        return lent
-
-    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._applied(path, "forward", *args, **kwargs)
-
-    def _applied(self, path: str, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """What a module returns, on the stage that leads; on the others, what it has returned there."""
-        run = running()
-        if not isinstance(run, BlockRun):
-            raise UnsupportedError(f"{expression(path)} can be applied in the block itself only")
-        if not self._leads:
-            return self._applied_elsewhere(run, path, method)
-        asked = Apply(path, method, *_sent(args, kwargs))
-        try:
-            value = self._ask(path, asked) if path in self.stages.elsewhere else self.answer(asked)
-        except Exception as error:
-            self._note(run, Called(path, method, Failed.of(error)))
-            raise
-        self._note(run, Called(path, method, portable(value)))
-        return value
-
-    def _applied_elsewhere(self, run: BlockRun, path: str, method: str) -> Any:
-        match next(iter(self._coming.get(run, ())), None):
-            case Called(called, by, value) if (called, by) == (path, method):
-                self._coming[run].popleft()
-                if isinstance(value, Failed):
-                    raise value.error
-                return value
-            case _:
-                raise diverged(run)
-
-    def _ask(self, path: str, question: Apply | Fetch) -> Any:
-        with self.watchdog.held():
-            return self._wire.ask(self.stages.homes[path], question)
-
-    def answer(self, question: Apply | Fetch) -> Any:
-        """What another stage asks for, in a thread of its own; what a block of this one asks for, in the model's."""
-        module = self.module(question.path)
-        if isinstance(question, Fetch):
-            return getattr(module, question.name).detach()
-        args = tuple(map(self._here, question.args))
-        kwargs = {name: self._here(value) for name, value in question.kwargs.items()}
-        if question.method == "forward":
-            return applicable(module, question.path)(*args, **kwargs)
-        return getattr(module, question.method)(*args, **kwargs)
-
-    def _here(self, value: Any) -> Any:
-        if not isinstance(value, Module):
-            return value
-        if value.path in self.stages.elsewhere:
-            raise UnsupportedError(
-                f"{expression(value.path)} is on stage {self.stages.homes[value.path]} of the pipeline, and what it is "
-                f"given to is on stage {self.stages.stage}: modules can be given to those of their own stage"
-            )
-        return self.module(value.path)
-
 
 class _WaitingHere(Waiting):
     """Blocks that wait for another stage are woken by what is heard of it."""
@@ -392,13 +312,3 @@ class _WaitingHere(Waiting):
     def enlist(self, run: BlockRun) -> None:
         if not isinstance(run.waits, Location) or self._staged.is_here(run.waits, run.clock):
             super().enlist(run)
-
-
-def _sent(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments as they go to another stage."""
-
-    def sent(value: Any) -> Any:
-        path = reference(value)
-        return value if path is None else Module(path)
-
-    return tuple(map(sent, args)), {name: sent(value) for name, value in kwargs.items()}

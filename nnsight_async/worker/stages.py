@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from vllm import envs
 from vllm.distributed.parallel_state import get_pp_group
-from vllm.sequence import IntermediateTensors
 
 from nnsight_async.interleave.passed import PLAIN, Far, Opaque, Stages
 from nnsight_async.interleave.stages import Staged
@@ -32,6 +31,10 @@ if TYPE_CHECKING:
     from nnsight_async.worker.composition import Composition
 
 
+PASSED_ON = "IntermediateTensors"
+"""The class of what a stage returns to the next one (vLLM 0.32, 0.33)."""
+
+
 class Outline(NamedTuple):
     """What other stages have of a module: its class, its plain attributes, and the names of the others."""
 
@@ -48,7 +51,7 @@ class Cut:
         self.paths: set[str] = set()
 
     def __call__(self, path: str, kind: str, value: Any, /) -> None:
-        if kind == "output" and isinstance(value, IntermediateTensors):
+        if kind == "output" and type(value).__name__ == PASSED_ON:
             self.paths.add(path)
 
 
@@ -66,18 +69,8 @@ class PipelineParallel:
 
     def whole(self, mine: Manifest) -> Manifest:
         """The manifest of the whole model."""
-        named: Mapping[str, torch.nn.Module] = dict(self._runner.model.named_modules(remove_duplicate=False))
-        here = {path: module for path, module in named.items() if type(module).__name__ != MISSING}
-        outlines = {path: outline(module) for path, module in here.items()}
-        told = self._compare((Part(mine, frozenset(self.observed.paths)), outlines))
-        manifest, starts, cut = whole([part for part, _ in told])
-        homes = {path: info.stage for path, info in manifest.modules.items()}
-        elsewhere = {
-            path: stand_in(path, told[stage][1][path])
-            for path, stage in homes.items()
-            if path not in here and path in told[stage][1]
-        }
-        self._stages = Stages(self.stage, starts, homes, cut, elsewhere)
+        told = self._compare(has(self._runner.model, mine, self.observed))
+        manifest, self._stages = seen_from(self.stage, told, self._runner.model)
         return manifest
 
     def interleaver(self, *args: Any) -> Interleaver:
@@ -123,6 +116,8 @@ class StagedBlocks(Blocks):
         super().schedule(scheduled)
 
     def begin_step(self, step: Composition) -> None:
+        if self.interleaver.unsaid:  # nothing was drawn
+            self.end_step()
         met = [run for run in self._of(step.requests) if run not in self.interleaver.closed] if self._runs else []
         if met:
             self.interleaver.open(met)
@@ -148,12 +143,45 @@ class StagedBlocks(Blocks):
 
 
 class Unheard(NoOutbox):
-    """That of a stage from which nothing goes home: what blocks save is dropped step by step, as it is sent elsewhere."""
+    """That of a stage from which nothing goes home: what blocks save is dropped step by step."""
 
     def report(self, run: BlockRun) -> None:
         run.console.take()
         with suppress(Exception):
             run.saves.collect()
+
+
+class Has(NamedTuple):
+    """What a stage has of the model."""
+
+    part: Part
+    outlines: dict[str, Outline]
+
+
+def has(model: torch.nn.Module, manifest: Manifest, cut: Cut) -> Has:
+    return Has(Part(manifest, frozenset(cut.paths)), {path: outline(module) for path, module in here(model).items()})
+
+
+def here(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules of this stage, under all their paths."""
+    named = model.named_modules(remove_duplicate=False)
+    return {path: module for path, module in named if type(module).__name__ != MISSING}
+
+
+def seen_from(stage: int, told: Sequence[Has], model: torch.nn.Module) -> tuple[Manifest, Stages]:
+    """The manifest of the whole model, and who has what, given what each stage has."""
+    manifest, starts, cut, shared = whole([each.part for each in told])
+    homes = {path: info.stage for path, info in manifest.modules.items()}
+    mine = here(model)
+    ours = {first: mine[path] for path, first in reversed(shared.items()) if path in mine}
+    modules = {path: ours.get(shared.get(path, ""), mine.get(path)) for path in manifest.modules}
+    elsewhere = {
+        path: stand_in(path, told[homes[path]].outlines[path])
+        for path, module in modules.items()
+        if module is None and path in told[homes[path]].outlines
+    }
+    lodged = {path: module or elsewhere[path] for path, module in modules.items() if module or path in elsewhere}
+    return manifest, Stages(stage, starts, homes, cut, elsewhere, lodged)
 
 
 def outline(module: torch.nn.Module) -> Outline:
@@ -173,4 +201,3 @@ def stand_in(path: str, told: Outline) -> torch.nn.Module:
     tensors = {name: Far(path, name) for name in told.tensors}
     vars(module).update(told.plain | others | tensors)
     return module
-

@@ -29,7 +29,7 @@ class ProcessWire:
     def __init__(
         self, home: str, stage: int, processes: Sequence[int], answer: Callable[[Any], Any], patience: float
     ) -> None:
-        """`processes` are the ids of those of all stages; `patience` is for how many seconds one that lives is heard."""
+        """`processes` are the ids of those of all stages; one that lives is waited for `patience` seconds."""
         self._home, self._stage, self._processes = home, stage, processes
         self._answer = answer
         self._patience = patience
@@ -75,10 +75,6 @@ class ProcessWire:
         if isinstance(answer, Failed):
             raise answer.error
         return answer
-
-    def close(self) -> None:
-        for socket in (self._in, *self._out.values(), *self._asked.values()):
-            socket.close(linger=0)
 
     def _connected(self, kind: int, name: str, stage: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
