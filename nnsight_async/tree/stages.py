@@ -85,7 +85,7 @@ def _shared(manifests: Sequence[Manifest], modules: Mapping[str, ModuleInfo]) ->
     """By path the first one, of modules without weights that layers share on their stages, and so would on one."""
     groups: dict[tuple[str, ...], list[ModuleInfo]] = {}
     for info in (modules[path] for manifest in manifests for path in manifest.modules):
-        if info.alias_of is None and info.cls != MISSING and not info.parameters and info.entries:
+        if info.alias_of is None and info.cls != MISSING and not info.parameters:
             kind = re.sub(r"\d+", "0", info.path)
             group = groups.setdefault((kind, info.qualified, info.extra), [])
             if all(info.stage != other.stage for other in group):

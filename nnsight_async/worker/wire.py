@@ -134,8 +134,6 @@ class _Packer(pickle.Pickler):
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         plain = value.detach().as_subclass(torch.Tensor).cpu().contiguous()
-        if not plain.numel():
-            return torch.empty, (tuple(plain.shape),), {}, None, None, None
         return _tensor, (pickle.PickleBuffer(plain.reshape(-1).view(torch.uint8).numpy()), plain.dtype, plain.shape)
 
 
@@ -153,4 +151,6 @@ def unpacked(frames: Frames) -> Any:
 
 
 def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if not len(buffer):
+        return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).reshape(shape)

@@ -51,8 +51,8 @@ class Stretch(Decoder):
 
 
 class StageModel(Causal):
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, passed: Any = None) -> Any:  # type: ignore[override]
-        return self.model(ids, positions, passed)
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, *passed: Any) -> Any:
+        return self.model(ids, positions, *passed)
 
 
 def stage_of(number: int, size: int) -> StageModel:
@@ -109,7 +109,8 @@ class Stage(Simulation):
     def _dummy(self) -> None:
         nothing = torch.zeros(1, WIDTH, dtype=torch.double)
         passed = None if self.number == 0 else IntermediateTensors(hidden=nothing, residual=nothing)
-        hidden = self.model(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), passed)
+        given = () if passed is None else (passed,)
+        hidden = self.model(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), *given)
         if self.number == self.size - 1:
             self.model.compute_logits(hidden)
 
@@ -142,7 +143,7 @@ class Stage(Simulation):
         starts = [part.start for part in parts] + [parts[-1].stop]
         names = [part.request for part in parts]
         self.blocks.begin_step(Composition(names, starts, [part.computed for part in parts], len(ids)))
-        hidden = self.model(ids, positions, passed)
+        hidden = self.model(ids, positions, *(() if passed is None else (passed,)))
         self.blocks.pass_on()  # type: ignore[attr-defined]
         if self.number < self.size - 1:
             self.blocks.end_step()

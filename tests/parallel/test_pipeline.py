@@ -361,8 +361,8 @@ async def test_sixteen_requests_beside_one_another_have_their_own(one, staged):
     def steers(number: int) -> Callable[[Any, Any], None]:
         def probe(model: Any, tracer: Any) -> None:
             for step in tracer.iter[:]:
-                model.model.layers[number % 4].mlp.output[:] *= 1.0 + number / 4
                 save(model.model.layers[0].mlp.output, f"first {step}")
+                model.model.layers[number % 4].mlp.output[:] *= 1.0 + number / 4
                 save(model.model.layers[3].mlp.output, f"last {step}")
                 save(model.logits, f"logits {step}")
 
