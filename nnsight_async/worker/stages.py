@@ -81,8 +81,9 @@ class PipelineParallel:
         wire = partial(ProcessWire, home, self.stage, processes, patience=patience)
         return Staged(*args, stages=self._stages, wire=lambda answer: wire(answer=answer))
 
-    def enter(self, blocks: StagedBlocks) -> None:
+    def enter(self, blocks: Blocks) -> None:
         """Have the blocks told when this stage's part of a forward pass is over."""
+        assert isinstance(blocks, StagedBlocks)
 
         def entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             def passing(*args: Any, **kwargs: Any) -> Any:
@@ -173,15 +174,16 @@ def seen_from(stage: int, told: Sequence[Has], model: torch.nn.Module) -> tuple[
     manifest, starts, cut, shared = whole([each.part for each in told])
     homes = {path: info.stage for path, info in manifest.modules.items()}
     mine = here(model)
-    ours = {first: mine[path] for path, first in reversed(shared.items()) if path in mine}
+    ours = {first: mine[path] for path, first in reversed(list(shared.items())) if path in mine}
     modules = {path: ours.get(shared.get(path, ""), mine.get(path)) for path in manifest.modules}
     elsewhere = {
         path: stand_in(path, told[homes[path]].outlines[path])
         for path, module in modules.items()
         if module is None and path in told[homes[path]].outlines
     }
-    lodged = {path: module or elsewhere[path] for path, module in modules.items() if module or path in elsewhere}
-    return manifest, Stages(stage, starts, homes, cut, elsewhere, lodged)
+    found = {path: elsewhere.get(path) if module is None else module for path, module in modules.items()}
+    known = {path: module for path, module in found.items() if module is not None}
+    return manifest, Stages(stage, starts, homes, cut, elsewhere, known)
 
 
 def outline(module: torch.nn.Module) -> Outline:

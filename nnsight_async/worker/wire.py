@@ -134,7 +134,8 @@ class _Packer(pickle.Pickler):
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         plain = value.detach().as_subclass(torch.Tensor).cpu().contiguous()
-        return _tensor, (pickle.PickleBuffer(plain.reshape(-1).view(torch.uint8).numpy()), plain.dtype, plain.shape)
+        data: Any = plain.reshape(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(data), plain.dtype, plain.shape)
 
 
 def packed(value: Any) -> list[bytes | memoryview]:
