@@ -118,6 +118,11 @@ class Staged(Reaching):
             self._say(news)
         self._met, self._told = [], None
 
+    @property
+    def behind(self) -> bool:
+        """Whether later stages have still something to tell."""
+        return bool(self._open)
+
     def catch_up(self, runs: Iterable[BlockRun]) -> None:
         """The next step of these runs is about to begin: hear of their last one on the stages behind this one."""
         wanted, later = set(runs), range(self.stages.stage + 1, self.stages.last + 1)
@@ -153,6 +158,9 @@ class Staged(Reaching):
         else:  # what blocks do after the last step is to be seen on the last stage alone
             self.dismiss(run)
             self.log.forget(run)
+            for met in self._open:
+                if run in met:
+                    met.remove(run)
         self.closed.discard(run)
         self._noted.pop(run, None)
         self._randomness.forget(run)

@@ -111,7 +111,7 @@ class StagedBlocks(Blocks):
     interleaver: Staged
 
     def schedule(self, scheduled: SchedulerOutput) -> None:
-        if self._runs:
+        if self.interleaver.behind:
             with torch.inference_mode():  # as in the steps
                 self.interleaver.catch_up(self._of(scheduled.num_scheduled_tokens))
         super().schedule(scheduled)

@@ -69,12 +69,15 @@ def hold(one: Simulation, many: Pipeline, batch: tuple[Task, ...], moves: list[M
 
 
 def assert_nothing_left(many: Pipeline) -> None:
-    many.step([])  # the stages hear of the last steps
+    for _ in range(6):  # the stages hear of the last steps, if they have not
+        many.step([])
     for blocks in many.every_blocks:
         interleaver = blocks.interleaver
         held = [blocks.runs, interleaver.waiting, interleaver.sites.entered, interleaver.sites.inside.watched]
         assert not any(held)
-        assert not any(vars(interleaver)[name] for name in ("closed", "_noted", "_coming", "_met", "_open"))
+        kept = {name: vars(interleaver)[name] for name in ("closed", "_noted", "_coming", "_met", "_open")}
+        assert not any(kept.values()), kept
+        assert not interleaver._randomness._states
 
 
 # -- one block at a time -----------------------------------------------------------------------------------------------
