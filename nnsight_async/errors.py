@@ -27,6 +27,7 @@ NNsightError
 ├── ServerError          (ConnectionError) a server that cannot be reached, or that refuses
 ├── EngineStartError     (RuntimeError)    vLLM did not start
 ├── UnsupportedError     (NotImplementedError) what vLLM or this version cannot do
+├── StageError           (RuntimeError)    a block that did not do the same on every stage of a pipeline
 ├── EngineClosedError    (RuntimeError)    the model was closed
 └── EngineDeadError      (RuntimeError)    the engine's processes ended
 """
@@ -160,6 +161,10 @@ class EngineStartError(NNsightError, RuntimeError):
 
 class UnsupportedError(NNsightError, NotImplementedError):
     """What vLLM, or this version of the package, cannot do; the message says where it can be done."""
+
+
+class StageError(NNsightError, RuntimeError):
+    """The stages of a pipeline cannot go on together: a block did not do the same on each, or one does not answer."""
 
 
 class EngineClosedError(NNsightError, RuntimeError):

@@ -256,7 +256,7 @@ class Engine:
             answer.cancel()
             raise dead_error(self._home)
         try:
-            return answer.result()[0]
+            return next((said for said in answer.result() if said is not None), None)
         except Exception as error:
             raise self._failure(error) from None
 

@@ -127,7 +127,7 @@ class Leading(Interleaver):
 
     def lend(self, path: str, name: str, value: Any) -> Any:
         lent = super().lend(path, name, value)
-        return partial(self._together, path, name) if _is_of_model(lent, self.module(path), name) else lent
+        return partial(self._together, path, name) if is_of_model(lent, self.module(path), name) else lent
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._together(path, "forward", *args, **kwargs)
@@ -214,7 +214,7 @@ class _Noted(Slab):
         return not self._whole(part(self.value, path))
 
 
-def _is_of_model(value: Any, module: torch.nn.Module, name: str) -> bool:
+def is_of_model(value: Any, module: torch.nn.Module, name: str) -> bool:
     """Whether an attribute is a method that the model has beyond those of torch, and that may need all ranks."""
     if isinstance(value, MethodType):
         return value.__self__ is module and (value.__func__.__module__ or "").partition(".")[0] != "torch"

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
 import torch
 
 
@@ -26,3 +32,39 @@ class Randomness:
             now.append(torch.cuda.get_rng_state(self._device))
             torch.cuda.set_rng_state(self._other[1], self._device)
         self._other = now
+
+
+class OwnRandomness:
+    """Every run draws from generators of its own: the same wherever its block runs."""
+
+    def __init__(self) -> None:
+        self._states: dict[object, tuple[Any, ...]] = {}
+
+    @contextmanager
+    def of(self, run: object, seed: int) -> Generator[None]:
+        """What is drawn from here on is drawn for `run`."""
+        before = _states()
+        _have(self._states.get(run) or _seeded(seed))
+        try:
+            yield
+        finally:
+            self._states[run] = _states()
+            _have(before)
+
+    def forget(self, run: object) -> None:
+        self._states.pop(run, None)
+
+
+def _states() -> tuple[Any, ...]:
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def _seeded(seed: int) -> tuple[Any, ...]:
+    states = torch.Generator().manual_seed(seed).get_state(), random.Random(seed).getstate()
+    return *states, np.random.RandomState(seed % (1 << 32)).get_state()
+
+
+def _have(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    np.random.set_state(states[2])

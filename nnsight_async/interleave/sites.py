@@ -43,6 +43,11 @@ class Sites:
     def module(self, path: str) -> torch.nn.Module | None:
         return self._modules.get(path)
 
+    def lodge(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        """Have these be the modules by path: those that are here, under the paths of the whole model."""
+        self._modules = dict(modules)
+        self._others = _others(self._modules)
+
     def want(self, event: Location) -> None:
         """Someone waits at `event`: enter its module and the ancestors."""
         path, _, operation = event

@@ -22,7 +22,7 @@ TAKEN = frozenset({
 })  # fmt: skip
 """Names that a module cannot be given, because they stand for something else there."""
 
-FORMAT = 2  # part of every cache key: raise it when a field changes
+FORMAT = 3  # part of every cache key: raise it when a field changes
 
 
 class ParameterInfo(msgspec.Struct, frozen=True):
@@ -96,6 +96,8 @@ class ModuleInfo(msgspec.Struct, frozen=True):
     """The key of the module's forward among the `sources` of the manifest."""
     sourceless: str = ""
     """Why there is none."""
+    stage: int = 0
+    """The pipeline stage that has the module; of those around the layers, which all stages have, the first."""
 
     @property
     def name(self) -> str:

@@ -31,6 +31,7 @@ from nnsight_async.worker.last_words import HOME, spoken
 from nnsight_async.worker.outbox import NoOutbox, Outbox
 from nnsight_async.worker.recycling import Recycling
 from nnsight_async.worker.refuse import refuse
+from nnsight_async.worker.stages import PipelineParallel, StagedBlocks, Unheard
 from nnsight_async.worker.tensor_parallel import TensorParallel
 from nnsight_async.worker.v1 import V1Entry
 from nnsight_async.worker.v2 import V2Entry
@@ -158,8 +159,13 @@ class BlockWorker:
             return failures.pack(error, "while it was loaded ahead of requests")
         return None
 
-    def nnsight_mark(self, address: str, number: int) -> list[tuple[int, int, int]]:
-        """Send a mark behind all that was reported; returns how much that was, by key and part, of the runs that go."""
+    def nnsight_mark(self, address: str, number: int) -> list[tuple[int, int, int]] | None:
+        """Send a mark behind all that was reported; returns how much that was, by key and part, of the runs that go.
+
+        None where nothing is reported.
+        """
+        if isinstance(self.nnsight_outbox, NoOutbox):
+            return None
         self.nnsight_outbox.mark(address, number)
         return [(run.key, run.part, run.reports) for run in self.nnsight_blocks.runs]
 
@@ -200,13 +206,17 @@ class BlockWorker:
 
         def forward() -> None:
             with nullcontext() if graphs is None else graphs.eager():
-                model.compute_logits(entry.dummy_forward(runner)[:1])
+                hidden = entry.dummy_forward(runner)
+                if pipeline is None or pipeline.leads:
+                    model.compute_logits(hidden[:1])
 
-        group = TensorParallel.of(runner)
+        pipeline = PipelineParallel(runner) if self.parallel_config.pipeline_parallel_size > 1 else None  # type: ignore[attr-defined]
+        group = pipeline or TensorParallel.of(runner)
         calls = record(model, forward, group.observed)
         manifest = describe(model, repo=runner.model_config.model, vllm_version=vllm.__version__, calls=calls)
+        manifest = manifest if pipeline is None else pipeline.whole(manifest)
         self.nnsight_manifest = manifest
-        outbox = Outbox if group.leads else NoOutbox
+        outbox = Outbox if group.leads else NoOutbox if pipeline is None else Unheard
         self.nnsight_outbox = outbox(inbox_address(os.environ[HOME]), runner.device)
         view = ModelView(Envoy(manifest))
         limits = Limits(runner.model_config.get_vocab_size(), runner.model_config.max_model_len)
@@ -219,10 +229,12 @@ class BlockWorker:
         manager = getattr(runner, "lora_manager", None)
         self.nnsight_agree = group.agree
         self.nnsight_adapters = Adapters(self, manager, group.agree)  # type: ignore[arg-type]
-        blocks = Blocks if group.leads else FollowingBlocks
+        blocks = StagedBlocks if pipeline is not None else Blocks if group.leads else FollowingBlocks
         self.nnsight_blocks = blocks(interleaver, self.nnsight_outbox, runner.device, recycling, self.nnsight_adapters)
         if graphs is not None:
             graphs.interleaver = interleaver
         self.nnsight_graphs = graphs
         entry(runner, self.nnsight_blocks, graphs)
+        if pipeline is not None:
+            pipeline.enter(self.nnsight_blocks)
         self.nnsight_runner = entry.__name__

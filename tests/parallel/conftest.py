@@ -44,6 +44,13 @@ def two() -> Iterator[VLLM]:
 
 
 @pytest.fixture(scope="session")
+def staged() -> Iterator[VLLM]:
+    """The tiny Llama on two stages of a pipeline."""
+    with divided(tiny_checkpoint("llama"), tensor_parallel_size=1, pipeline_parallel_size=RANKS) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="session")
 def one(model: VLLM) -> VLLM:
     """The same on one."""
     return model

@@ -184,7 +184,11 @@ class Simulation:
             )
             for each in new
         ]
-        scheduled: Any = SimpleNamespace(scheduled_new_reqs=arriving, finished_req_ids=self._finished)
+        scheduled: Any = SimpleNamespace(
+            scheduled_new_reqs=arriving,
+            finished_req_ids=self._finished,
+            num_scheduled_tokens={served.name: 1 for served in present},
+        )
         self.schedule(scheduled)
         self._finished = set()
 
