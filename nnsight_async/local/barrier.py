@@ -12,7 +12,7 @@ from nnsight_async.errors import NNsightError, OutsideBlockError
 from nnsight_async.interleave.interleaver import Interleaver
 from nnsight_async.interleave.modes import MODES_CHANGED, Modes
 from nnsight_async.local.reading import Reading
-from nnsight_async.local.slab import Padded, mixes
+from nnsight_async.local.slab import mixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
