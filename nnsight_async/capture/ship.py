@@ -88,10 +88,8 @@ class _BlockPickler(cloudpickle.Pickler):
             self._check_owner(obj)
             return reference, tuple(obj.__block_reference__())
         if isinstance(obj, FunctionType):
-            if _is_imported(obj):
-                return NotImplemented
-            obj = self._prepared(obj)
-        elif isinstance(obj, MethodType) and hasattr(type(obj.__self__), "__block_reference__"):
+            return NotImplemented if _is_imported(obj) else super().reducer_override(self._prepared(obj))
+        if isinstance(obj, MethodType) and hasattr(type(obj.__self__), "__block_reference__"):
             return getattr, (obj.__self__, obj.__name__)  # the method of what the reference means there
         elif isinstance(obj, CodeType):
             return load_code, (marshal.dumps(obj),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -12,7 +12,7 @@ from nnsight_async.errors import NNsightError, OutsideBlockError
 from nnsight_async.interleave.interleaver import Interleaver
 from nnsight_async.interleave.modes import MODES_CHANGED, Modes
 from nnsight_async.local.reading import Reading
-from nnsight_async.local.slab import Padded, mixes
+from nnsight_async.local.slab import mixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nnsight_async.interleave.block import BlockRun
     from nnsight_async.interleave.locations import Location
     from nnsight_async.interleave.rows import Batch, Span
+    from nnsight_async.local.slab import Padded
 
 _numbers = count(1).__next__
 
@@ -96,7 +97,7 @@ class MeetingPlace(Interleaver):
 
     def begin_step(self, spans: Mapping[BlockRun, Span], batch: Batch, *, stacked: bool = False) -> None:
         self._before = Modes.now()
-        self._lean = not (stacked or batch.graph)
+        self._lean = not (stacked or cast("Padded", batch).graph)
         super().begin_step(spans, batch, stacked=stacked)
         self._release()
 
@@ -140,7 +141,7 @@ class MeetingPlace(Interleaver):
         if run.watched:
             self.modes = Modes.now()
         self.waiting.leave(event)
-        visit = Reading(event, value, self._batch, self._spans[run], self.setting.slab)
+        visit = Reading(event, value, cast("Padded", self._batch), self._spans[run], self.setting.slab)
         self._visit(run, visit)
         return self._written(visit.slab, (run,), ()) if visit.wrote else value
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Reading(Visit):
-    """The visit of a run that is alone at a tensor. It becomes a whole one with the second thing that is asked of it."""
+    """The visit of a run that is alone at a tensor; with the second thing that is asked of it, it is a whole one."""
 
     __slots__ = ("_batch", "_copy", "_make", "_value", "_whole")
 

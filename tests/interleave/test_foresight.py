@@ -138,6 +138,19 @@ def test_a_block_that_only_reads():
     assert not foresee(Holds({"texts": ["a"] * 100, "vector": torch.ones(3), "act": torch.nn.functional.gelu})).changes
 
 
+def test_blocks_that_may_leave_a_mode_switched():
+    def within(model, tracer):
+        with torch.autocast("cpu"):
+            return model.output
+
+    autocast = torch.autocast("cpu")
+    assert not foresee(reads).modes
+    assert foresee(within).modes
+    assert foresee(closed_over(within)).modes
+    assert foresee(lambda model, tracer: torch.set_default_dtype(model.output.dtype)).modes
+    assert foresee(lambda model, tracer: autocast).modes
+
+
 def test_blocks_that_may_change_by_memory():
     assert not foresee(reads).memory
     assert foresee(lambda model, tracer: model.output.data.zero_()).memory

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from nnsight_async import IsolationError, TransformersModel, save
+from nnsight_async import IsolationError, NNsightError, TransformersModel, save
 from nnsight_async.testing import tiny_checkpoint
 from nnsight_async.testing.oracle import generation
 
@@ -153,3 +155,38 @@ def test_rows_of_experts_are_nobodys():
                 beside = model.logits.save()
     assert shape == [2 * len(PROMPT)]  # of both prompts, and the padding
     torch.testing.assert_close(beside, alone, **CLOSE)
+
+
+def test_a_mode_that_no_text_switches_ends_the_run_with_its_step(model, hf):
+    """Code that nobody can look into, as of a library: it is found out at the end of the step, and undone."""
+
+    def probe(view, tracer):
+        view.model.layers[0].output.sum()
+        operator.attrgetter("set_default_dtype")(torch)(torch.float64)
+        view.model.layers[1].output.sum()
+
+    with pytest.raises(NNsightError, match="mode of torch"):
+        model.run([5, 17, 101], probe).result()
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_reading_becomes_a_change(model, hf, again):
+    """A tensor that is read once and changed later, before the next location is read."""
+    prompt = [5, 17, 101, 9]
+    with model.trace(prompt):
+        layer = model.model.layers[0]
+        first = layer.output
+        second = layer.output if again else first
+        was = first.clone().save()
+        second.mul_(0)
+        now = layer.output.save()
+        after = model.model.layers[1].output.save()
+        kept = first.save()
+    assert was.abs().sum() > 0
+    assert not now.any()
+    assert torch.equal(kept, was if again else now)
+    with model.trace(prompt):
+        model.model.layers[0].output = torch.zeros_like(was)
+        expected = model.model.layers[1].output.save()
+    torch.testing.assert_close(after, expected)

@@ -197,3 +197,18 @@ def test_one_that_is_asked_for_too_late_is_named_as_it_is_written(model):
         for _ in tracer.iter[:]:
             pass
         model.model.layers[1].resid_post.save()
+
+
+@pytest.mark.parametrize("place", ["resid_pre", "resid_mid", "resid_post", "input"])
+def test_what_does_not_fit_is_named_as_it_was_written(model, place):
+    layer = model.model.layers[1]
+
+    def replaced(view, tracer):
+        setattr(layer, place, torch.zeros(3, 3))
+
+    def resized(view, tracer):
+        getattr(layer, place).resize_(3)
+
+    for probe in (replaced, resized):
+        with pytest.raises(ShapeError, match=rf"layers\[1\]\.{place}\b"):
+            model.run(PROMPT, probe, max_tokens=1).result()
