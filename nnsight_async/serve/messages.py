@@ -225,6 +225,8 @@ class Description(msgspec.Struct):
     """How many runs of one key go at a time."""
     uploads: int
     """How many bytes its requests have together."""
+    taps: list[str] = []
+    """Where blocks may look; empty if that is everywhere."""
 
 
 class EditInfo(msgspec.Struct):
