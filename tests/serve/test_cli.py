@@ -9,12 +9,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from nnsight_async import VLLM, CaptureError, ServerError
+from nnsight_async import VLLM, CaptureError, EngineDeadError, ServerError
 
 KEY = "the-key-in-the-environment"
 PROMPT = [5, 17, 101, 9, 33, 250, 77]
@@ -22,8 +24,8 @@ PROMPT = [5, 17, 101, 9, 33, 250, 77]
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def process(llama: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def begun(llama: str, errors: Any = None) -> tuple[subprocess.Popen[str], str]:
+    """The command, serving."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
@@ -32,11 +34,17 @@ def process(llama: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         "--served-model-name", "tiny", "--max-runs", "4",
     ]  # fmt: skip
     environment = {**os.environ, "NNSIGHT_API_KEY": KEY, "NNSIGHT_SERVE": "http://127.0.0.1:9"}
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True)
     assert started.stdout is not None
     said = next((line for line in started.stdout if line.startswith("nnsight-serve: ")), "")
     assert said.strip().endswith(f"at http://127.0.0.1:{port}")
-    yield started, f"http://127.0.0.1:{port}"
+    return started, f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def process(llama: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    started, url = begun(llama)
+    yield started, url
     started.send_signal(signal.SIGTERM)
     assert started.wait(60) == 0
 
@@ -68,3 +76,30 @@ async def test_who_is_on_it_when_it_ends_hears_of_it(process: Any, llama: str) -
         with pytest.raises((ServerError, RuntimeError)):
             async with asyncio.timeout(60):
                 await tracer.result
+
+
+async def test_it_ends_with_status_1_when_its_engine_dies(llama: str, tmp_path: Path) -> None:
+    """So that whoever looks after it starts it again."""
+    with (tmp_path / "errors").open("w") as errors:
+        started, url = begun(llama, errors)
+    try:
+        async with VLLM(llama, mode="async", serve=url, api_key=KEY) as model:
+            async with model.trace(PROMPT, max_tokens=240, ignore_eos=True) as tracer:
+                for _ in tracer.iter[:]:
+                    h = model.model.layers[2].resid_post[-1].save()
+            await anext(tracer.stream())
+            engine_of(started.pid).kill()
+            with pytest.raises((EngineDeadError, ServerError)):
+                async with asyncio.timeout(60):
+                    await tracer.result
+        assert await asyncio.to_thread(started.wait, 60) == 1
+        assert "nnsight-serve: the engine has ended" in (tmp_path / "errors").read_text()
+    finally:
+        started.kill()
+        started.wait()
+
+
+def engine_of(server: int) -> psutil.Process:
+    """The process in which vLLM's engine computes."""
+    (found,) = [child for child in psutil.Process(server).children() if "EngineCore" in " ".join(child.cmdline())]
+    return found
