@@ -48,8 +48,11 @@ def sampling_params(given: Mapping[str, Any], *, what: str = "trace()") -> Any:
     own = named(given, what)
     check_names(own, [*SamplingParams.__struct_fields__, *ALIASES], what)
     own["output_kind"] = RequestOutputKind.DELTA
-    with refusals():
-        params = SamplingParams(**own)
+    try:
+        with refusals():
+            params = SamplingParams(**own)
+    except AssertionError as error:  # which is what vLLM (0.32) makes of stop={}
+        raise TypeError(f"{what} got {_unlike(_kinds(SamplingParams), own)}") from error
     _check_types(params, own, what)
     return params
 
@@ -83,6 +86,16 @@ def mistake(params: msgspec.Struct) -> str | None:
     names = [name for name in _kinds(type(params)) if name not in OBJECTS]
     found = ((name, _mistyped(params, name)) for name in names)
     return next((f"{name}={getattr(params, name)!r}: {why}" for name, why in found if why is not None), None)
+
+
+def _unlike(kinds: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """The first of some values that has not its type."""
+    for name, value in given.items():
+        try:
+            msgspec.convert(value, kinds[name])
+        except msgspec.ValidationError as error:
+            return f"{name}={value!r}: {error}"
+    return f"what vLLM does not take: {', '.join(given)}"
 
 
 def _mistyped(params: msgspec.Struct, name: str) -> str | None:

@@ -120,5 +120,5 @@ def _compiled(code: m.Source) -> bytes:
         raise ValueError("a block of Python whose names are none")
     try:
         return code_of(written, written.entries, code.filename, code.function)
-    except (SyntaxError, CaptureError, RecursionError, MemoryError, UnicodeError) as error:
+    except (SyntaxError, CaptureError, RecursionError, MemoryError, ValueError) as error:
         raise ValueError(f"a block of Python that cannot be compiled: {error}") from None
