@@ -71,11 +71,13 @@ async def test_who_is_on_it_when_it_ends_hears_of_it(process: Any, llama: str) -
         async with model.trace(PROMPT, max_tokens=240, ignore_eos=True) as tracer:
             for _ in tracer.iter[:]:
                 h = model.model.layers[2].resid_post[-1].save()
-        await anext(tracer.stream())
+        stream = tracer.stream()  # one that nobody holds is left, which cancels the run
+        await anext(stream)
         started.send_signal(signal.SIGTERM)
         with pytest.raises((ServerError, RuntimeError)):
             async with asyncio.timeout(60):
                 await tracer.result
+        await stream.aclose()
 
 
 async def test_it_ends_with_status_1_when_its_engine_dies(llama: str, tmp_path: Path) -> None:
@@ -87,11 +89,13 @@ async def test_it_ends_with_status_1_when_its_engine_dies(llama: str, tmp_path: 
             async with model.trace(PROMPT, max_tokens=240, ignore_eos=True) as tracer:
                 for _ in tracer.iter[:]:
                     h = model.model.layers[2].resid_post[-1].save()
-            await anext(tracer.stream())
+            stream = tracer.stream()
+            await anext(stream)
             engine_of(started.pid).kill()
             with pytest.raises((EngineDeadError, ServerError)):
                 async with asyncio.timeout(60):
                     await tracer.result
+            await stream.aclose()
         assert await asyncio.to_thread(started.wait, 60) == 1
         assert "nnsight-serve: the engine has ended" in (tmp_path / "errors").read_text()
     finally:
