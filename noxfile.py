@@ -67,6 +67,14 @@ def capture(session: nox.Session) -> None:
 
 
 @nox.session
+def served(session: nox.Session) -> None:
+    """The tests that define the language of blocks, through a server."""
+    install_project(session)
+    arguments = ["tests/semantics", "-m", "slow", "-k", "served", *session.posargs]
+    session.run("python", "-m", "pytest", *arguments, env=ENGINE_ENVIRONMENT)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and formatting."""
     paths = [path for path in LINTED if (ROOT / path).exists()]

@@ -107,6 +107,8 @@ class BodyCapture:
             first_line=self._statement.node.lineno,
             function=code.co_name,
             written=self._written,
+            attributes=self._template.attributes,
+            optional=self._template.possible,
             traceback=_at(self._frame),
         )
 

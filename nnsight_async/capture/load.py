@@ -99,9 +99,14 @@ def large(digest: bytes, *geometry: Any) -> torch.Tensor:
     raise ShippingError(f"{digest.hex()} has a meaning only inside `load`")
 
 
+def part(payload: bytes, name: str) -> object:
+    """Stands in a payload for one of the values in another, which is opened where this one is."""
+    raise ShippingError(f"{name!r} has a meaning only inside `load`")
+
+
 _REFERENCE = (reference.__module__, reference.__qualname__)
 _LARGE = (large.__module__, large.__qualname__)
-
+_PART = (part.__module__, part.__qualname__)
 
 TENSORS = (("torch._utils", "_rebuild_tensor_v2"), (small.__module__, small.__qualname__))
 """What a pickled tensor is rebuilt by: ours, and PyTorch's (2.11, 2.13) for those that are more than their bytes."""
@@ -113,10 +118,13 @@ class _Unpickler(pickle.Unpickler):
         self._resolve = resolve
         self._device = device
         self._constants = constants
+        self._parts: Any = None
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         if (module_name, global_name) == _REFERENCE:
             return self._resolved
+        if (module_name, global_name) == _PART:
+            return self._part
         if (module_name, global_name) == _LARGE and self._constants is not None:
             return functools.partial(_apart, self._constants)
         found = super().find_class(module_name, global_name)
@@ -126,6 +134,12 @@ class _Unpickler(pickle.Unpickler):
 
     def _resolved(self, *name: str) -> object:
         return self._resolve(name)
+
+    def _part(self, payload: bytes, name: str) -> object:
+        parts = self._parts
+        if parts is None:
+            parts = self._parts = _opened(payload, self._resolve, self._device, self._constants)
+        return parts[name]
 
 
 def _on_device(device: Any, rebuild: Callable[..., Any], *parts: Any) -> Any:
@@ -145,6 +159,11 @@ def load(payload: bytes, resolve: Resolve, device: Any = None, constants: Consta
 
     Raises `ShippingError` if the block was made by another minor version of Python.
     """
+    value = _opened(payload, resolve, device, constants)
+    return Body(*value).program() if type(value) is tuple else value
+
+
+def _opened(payload: bytes, resolve: Resolve, device: Any, constants: Constants | None) -> Any:
     head = len(VERSION)
     if payload[:head] != VERSION:
         theirs, ours = (".".join(map(str, version)) for version in (payload[:head], VERSION))
@@ -152,5 +171,4 @@ def load(payload: bytes, resolve: Resolve, device: Any = None, constants: Consta
             f"the block was made by Python {theirs} and this worker runs Python {ours}: code travels only between "
             f"equal minor versions. Run the client with Python {ours}."
         )
-    value: Any = _Unpickler(payload[head:], resolve, device, constants).load()
-    return Body(*value).program() if type(value) is tuple else value
+    return _Unpickler(payload[head:], resolve, device, constants).load()

@@ -17,6 +17,7 @@ from nnsight_async.capture.filled import Filled
 from nnsight_async.capture.kept import MUTATORS, Kept, kept_outside, refuse
 from nnsight_async.capture.live import read_first
 from nnsight_async.capture.plain import Form, plain
+from nnsight_async.capture.rebound import rebound
 from nnsight_async.capture.rewrite import CHANGED, SaveRewriter, rewrite_saves
 from nnsight_async.capture.source import Source, source_of
 from nnsight_async.capture.text import Text, Written
@@ -82,6 +83,8 @@ def text_of(probe: object, model: object) -> Text | None:
         first_line=code.co_firstlineno,
         function=probe.__qualname__,
         written=partial(_written, probe, source, node),
+        attributes=attribute_names(code),
+        rebound=partial(rebound, probe),
     )
 
 

@@ -50,12 +50,24 @@ def dumps(value: object, attributes: AbstractSet[str], owners: Collection[object
     Of a module of the user's that is itself a value, only what is named in `attributes`, or in a function that goes
     too, is taken along. What goes by name must belong to one of the `owners`, if they are given. Raises `Unshippable`.
     """
+    return _dumped(value, attributes, owners).pickled
+
+
+def dumps_through(
+    value: object, attributes: AbstractSet[str], owners: Collection[object] | None = None
+) -> tuple[Pickled, dict[int, object]]:
+    """The same, and by their ids all the objects that it has gone through."""
+    pickler = _dumped(value, attributes, owners)
+    return pickler.pickled, {key: found for key, (_, found) in pickler.memo.copy().items()}
+
+
+def _dumped(value: object, attributes: AbstractSet[str], owners: Collection[object] | None) -> _BlockPickler:
     known = set(attributes)
     while True:
         pickler = _BlockPickler(known, owners)
-        payload = pickler.dumps(value)
+        pickler.write(value)
         if not pickler.missed:
-            return Pickled(payload, tuple(pickler.constants.values()))
+            return pickler
 
 
 class _BlockPickler(cloudpickle.Pickler):
@@ -70,7 +82,11 @@ class _BlockPickler(cloudpickle.Pickler):
         self._registered: dict[ModuleType, bool] = {}  # module: whether it was registered by us
         self._current: object = None
 
-    def dumps(self, value: object) -> bytes:
+    @property
+    def pickled(self) -> Pickled:
+        return Pickled(self._buffer.getvalue(), tuple(self.constants.values()))
+
+    def write(self, value: object) -> None:
         try:
             self.dump(value)
         except CaptureError:  # about a function that goes too
@@ -79,7 +95,6 @@ class _BlockPickler(cloudpickle.Pickler):
             raise Unshippable(self._current) from error
         finally:
             self._unregister()
-        return self._buffer.getvalue()
 
     def reducer_override(self, obj: Any) -> Any:
         self._current = obj

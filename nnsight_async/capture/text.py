@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -32,7 +32,9 @@ class Text(NamedTuple):
     """Statements, and what names stand for around them.
 
     `seen` raises `KeyError` or `ValueError` for a name without a value. `names` are the variables that the text saves.
-    `written` is None where they cannot be cut out of the text around them.
+    `written` is None where they cannot be cut out of the text around them. `attributes` are all that it uses of modules
+    of the user's. Values of `optional` names may stay behind: the text may well assign those first. `rebound` says
+    whether one of some functions binds a global anew that the text reads, or reads one that the text binds.
     """
 
     body: list[ast.stmt]
@@ -42,4 +44,7 @@ class Text(NamedTuple):
     first_line: int
     function: str
     written: Callable[[], Written | None]
+    attributes: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+    rebound: Callable[[Iterable[object]], bool] = lambda _: False
     traceback: TracebackType | None = None

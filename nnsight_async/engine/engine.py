@@ -188,6 +188,10 @@ class Engine:
         if self._died.done():
             raise dead_error(self._home)
 
+    def when_dead(self, tell: Callable[[], object]) -> None:
+        """Call `tell` when the engine's processes have ended and it was not closed. From the loop, and on it."""
+        self._died.add_done_callback(lambda _: tell())
+
     @property
     def in_its_thread(self) -> bool:
         """Whether the caller is on the engine's own thread, where nothing may wait for the engine."""

@@ -51,20 +51,10 @@ def sampling_params(given: Mapping[str, Any], *, what: str = "trace()") -> Any:
     with refusals():
         try:
             params = SamplingParams(**own)
-        except (AttributeError, TypeError):
-            _check_given(SamplingParams, own, what)
-            raise
+        except (AssertionError, AttributeError, TypeError) as error:  # it computes with values before it looks at them
+            raise TypeError(f"{what} got {_unlike(_kinds(SamplingParams), own)}") from error
     _check_types(params, own, what)
     return params
-
-
-def _check_given(params: type[msgspec.Struct], given: Mapping[str, Any], what: str) -> None:
-    """Raise `TypeError` for a value with which vLLM (0.32, 0.33) computes before it has looked at its type."""
-    for name in given.keys() - OBJECTS:
-        try:
-            msgspec.convert(given[name], _kinds(params)[name])
-        except msgspec.ValidationError as error:
-            raise TypeError(f"{what} got {name}={given[name]!r}: {error}") from None
 
 
 @contextmanager
@@ -96,6 +86,18 @@ def mistake(params: msgspec.Struct) -> str | None:
     names = [name for name in _kinds(type(params)) if name not in OBJECTS]
     found = ((name, _mistyped(params, name)) for name in names)
     return next((f"{name}={getattr(params, name)!r}: {why}" for name, why in found if why is not None), None)
+
+
+def _unlike(kinds: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """The first of some values that has not its type."""
+    for name, value in given.items():
+        if name in OBJECTS:
+            continue
+        try:
+            msgspec.convert(value, kinds[name])
+        except msgspec.ValidationError as error:
+            return f"{name}={value!r}: {error}"
+    return f"what vLLM does not take: {', '.join(given)}"
 
 
 def _mistyped(params: msgspec.Struct, name: str) -> str | None:

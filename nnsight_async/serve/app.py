@@ -133,6 +133,7 @@ def router(service: Service) -> APIRouter:
             python=sys.version_info[:2],
             runs=service.limits.runs,
             uploads=service.limits.uploads,
+            taps=list(service.model.taps),
         )
     )
 
@@ -178,9 +179,9 @@ def _add_edits(routes: APIRouter, service: Service) -> None:
         return answer.response
 
     @routes.delete("/edits/{number}", summary="End an edit of one's own; with the scope admin, any")
-    async def clear(number: int, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
+    async def clear(number: str, request: Request) -> Response:  # pyright: ignore[reportUnusedFunction]
         with _answered() as answer:
-            return await _clear(service, [number], request)
+            return await _clear(service, [_number(number)], request)
         return answer.response
 
     @routes.delete("/edits", summary="End all edits of one's own; with the scope admin, all")
@@ -271,6 +272,12 @@ async def _install(service: Service, request: Request) -> Response:
 async def _clear(service: Service, numbers: list[int] | None, request: Request) -> Response:
     await service.edits.clear(numbers, _editor(request))
     return Response(status_code=204)
+
+
+def _number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 20):
+        raise Refused(400, "ValueError", f"{text[:40]!r} is no number of an edit")
+    return int(text)
 
 
 def _editor(request: Request) -> Key:

@@ -29,7 +29,7 @@ REFUSES = (
 
 @dataclass(frozen=True, slots=True)
 class ServedBlock(Block):
-    """A block with its form as data, or with the reason why it has none, and its text or its bytes as Python."""
+    """A block with its form as data, or with the reason why it has none, and its text, or its bytes, as Python."""
 
     statements: msgspec.Raw | None = None
     tensors: tuple[torch.Tensor, ...] = field(default=(), repr=False)
@@ -43,11 +43,13 @@ class ServedBlock(Block):
         if not description.allow_python:
             assert self.reason is not None
             raise CaptureError(f"{self.reason}. {REFUSES}").with_traceback(self.reason.__traceback__)
-        if self.source is not None:
-            return self.source, list(self.tensors)
+        if self.source is None:
+            return m.Python([constant.digest for constant in self.constants]), self._pickle()
+        return self.source, [*self.tensors, *(self._pickle() if self.payload else ())]
+
+    def _pickle(self) -> list[torch.Tensor]:
         payload = torch.frombuffer(bytearray(self.payload), dtype=torch.uint8)
-        python = m.Python([constant.digest for constant in self.constants])
-        return python, [payload, *(constant.content for constant in self.constants)]
+        return [payload, *(constant.content for constant in self.constants)]
 
 
 def of_text(text: Text, whole: Callable[[], Block], owners: Collection[object]) -> ServedBlock:
@@ -60,7 +62,9 @@ def of_text(text: Text, whole: Callable[[], Block], owners: Collection[object]) 
         found = source_of(text, owners)
         if found is not None:
             place = text.names, text.filename, text.first_line, text.function
-            return ServedBlock(b"", *place, reason=reason, source=found[0], tensors=tuple(found[1]))
+            return ServedBlock(
+                found.payload, *place, found.constants, reason=reason, source=found.source, tensors=found.tensors
+            )
         python = whole()
         return ServedBlock(
             python.payload, python.names, python.filename, python.first_line, python.function, python.constants,

@@ -38,12 +38,13 @@ class Declared(msgspec.Struct, tag="declared", forbid_unknown_fields=True):
 
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+Constants = Annotated[list[Digest], msgspec.Meta(max_length=10_000)]
 
 
 class Python(msgspec.Struct, tag="python", forbid_unknown_fields=True):
     """A block of Python: its bytes are the first buffer, and its large constants the others, by their SHA-256."""
 
-    constants: Annotated[list[Digest], msgspec.Meta(max_length=10_000)] = []
+    constants: Constants = []
 
 
 class Value(msgspec.Struct, tag="value", forbid_unknown_fields=True):
@@ -65,13 +66,18 @@ class Import(msgspec.Struct, tag="import", forbid_unknown_fields=True):
     path: Short = ""
 
 
-Outer = Value | Module | Import
+class Pickled(msgspec.Struct, tag="pickled", forbid_unknown_fields=True):
+    """A value that has no other form: the pickle that comes after the tensors has it under its name."""
+
+
+Outer = Value | Module | Import | Pickled
 
 
 class Source(msgspec.Struct, tag="source", forbid_unknown_fields=True):
     """A block of Python as its text, with the values around it: see `capture.text.Written`.
 
-    `free` and `entries` have those of the names that have a value, in the order of `Written`.
+    `free` and `entries` have those of the names that have a value, in the order of `Written`. Where one of them is
+    `Pickled`, the buffers after those of the tensors are as those of `Python`.
     """
 
     text: str
@@ -87,6 +93,7 @@ class Source(msgspec.Struct, tag="source", forbid_unknown_fields=True):
     class_name: Short | None = None
     annotations: bool = False
     module: Short = ""
+    constants: Constants = []
 
 
 Code = Declared | Python | Source
@@ -218,6 +225,8 @@ class Description(msgspec.Struct):
     """How many runs of one key go at a time."""
     uploads: int
     """How many bytes its requests have together."""
+    taps: list[str] = []
+    """Where blocks may look; empty if that is everywhere."""
 
 
 class EditInfo(msgspec.Struct):

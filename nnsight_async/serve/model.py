@@ -82,6 +82,11 @@ class ServedVLLM(VLLM):
             return _awaited(done)
         return done.result()
 
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """Where blocks may look on the server, as they would write it; nothing if that is everywhere."""
+        return () if self._engine is None else self._remote.taps
+
     def take(self, capture: BodyCapture, *tracers: object) -> Block:
         owners = [*self._known(), *tracers]
         return of_text(capture.text(), lambda: capture.block(owners), owners)

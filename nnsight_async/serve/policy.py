@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from nnsight_async.capture.block import Block
-from nnsight_async.capture.constants import Constant
 from nnsight_async.capture.load import VERSION as PYTHON
 from nnsight_async.capture.ship import dumps
 from nnsight_async.engine.prompts import vllm_prompt
@@ -19,7 +15,7 @@ from nnsight_async.serve import messages as m
 from nnsight_async.serve import operations as ops
 from nnsight_async.serve.held import Room
 from nnsight_async.serve.program import PLACE, Program
-from nnsight_async.serve.source import block_of
+from nnsight_async.serve.python import block_of
 from nnsight_async.serve.uploads import Refused
 from nnsight_async.serve.wire import Bounds, Buffers, Received, WireError
 
@@ -102,7 +98,7 @@ class Policy:
             )
         if not key.may("python"):
             raise Refused(403, "PermissionError", f"the key {key.name!r} has not the scope 'python'")
-        return block_of(code, buffers, names, CODE) if isinstance(code, m.Source) else _of_python(code, buffers, names)
+        return block_of(code, buffers, names, CODE)
 
     def request(self, asked: m.RunRequest) -> Request:
         """What is asked of vLLM; raises as `settings` and `vllm_prompt` do."""
@@ -136,20 +132,6 @@ class Policy:
         ops.check(statements, self.manifest)
         pickled = dumps(Program(statements, self.room), frozenset())
         return Block(PYTHON + pickled.payload, tuple(names), PLACE, 0, "block", pickled.constants)
-
-
-def _of_python(code: m.Python, buffers: Buffers, names: list[str]) -> Block:
-    payload = bytes(buffers.take())
-    constants = tuple(_constant(digest, buffers.take()) for digest in code.constants)
-    buffers.finish()
-    return Block(payload, tuple(names), CODE, 0, "block", constants)
-
-
-def _constant(digest: bytes, content: memoryview) -> Constant:
-    """A constant of a client. It is kept for others under what is in it, so that is not believed but computed."""
-    if hashlib.sha256(content).digest() != digest:
-        raise WireError("a malformed message: a constant is not what its digest says")
-    return Constant(digest, torch.frombuffer(bytearray(content), dtype=torch.uint8))
 
 
 def _no_chat(messages: Any) -> list[int]:

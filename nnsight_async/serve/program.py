@@ -290,7 +290,7 @@ def _method(of: Any, name: str, arguments: list[Any], keywords: dict[str, Any]) 
         return cast("list[Any]", of).append(*arguments)
     tensor = as_tensor(of)
     if name == "to":
-        return tensor.to(_dtype(arguments[0]) if arguments else keywords["dtype"])
+        return tensor.to(_dtype(arguments[0]) if arguments else keywords.get("dtype"))
     if name == "tolist" and extent(tensor) > LONGEST:
         raise ValueError(f"tolist() is for at most {LONGEST} elements in a block that is data")
     if name == "diff" and any(isinstance(times, int) and times > MOST_DIFFERENCES for times in arguments):

@@ -95,10 +95,14 @@ class Remote:
     @functools.cached_property
     def manifest(self) -> Manifest:
         """The module tree; asked of the server the first time, which is waited for."""
-        described = self._described or self.call(self.describe()).result()
-        manifest = Manifest.decode(described.manifest)
+        manifest = Manifest.decode(self._description_of().manifest)
         theirs = {path: alias for alias, path in manifest.renames.items()}
         return manifest.renamed({**theirs, **self._renames})
+
+    @property
+    def taps(self) -> tuple[str, ...]:
+        """Where blocks may look there; asked as the tree is."""
+        return tuple(self._description_of().taps)
 
     def check(self) -> None:
         """A server that is gone is told of by the next request."""
@@ -137,6 +141,9 @@ class Remote:
         self._thread.join(PATIENCE)
         if not self._thread.is_alive():
             self._loop.close()
+
+    def _description_of(self) -> m.Description:
+        return self._described or self.call(self.describe()).result()
 
     # -- on the loop -----------------------------------------------------------------------------------------------
 

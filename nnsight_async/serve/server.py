@@ -140,6 +140,7 @@ class Server:
             )
         )
         app.state.server = server  # which vLLM's routes end when its engine has ended
+        self._engine.when_dead(lambda: setattr(server, "should_exit", True))  # and ours may be all that is asked
         return server
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import nnsight_async
 from nnsight_async import NNsightError
+from tests.semantics.conftest import SERVED_HAS_NOT
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "nnsight_async"
@@ -28,3 +29,11 @@ def test_the_reference_says_what_to_do_about_every_error(name: str) -> None:
     assert issubclass(getattr(nnsight_async, name), NNsightError)
     table = (ROOT / "docs/reference.md").read_text().partition("## Errors")[2]
     assert f"\n| `{name}`" in table
+
+
+def test_serving_says_what_its_tests_leave_out_and_why() -> None:
+    page = (ROOT / "docs/serving.md").read_text()
+    tests = "".join(file.read_text() for file in (ROOT / "tests/semantics").glob("test_*.py"))
+    for name, reason in SERVED_HAS_NOT.items():
+        assert f"def {name.partition('[')[0]}(" in tests
+        assert f"\n- {reason}\n" in page

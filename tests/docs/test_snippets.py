@@ -13,7 +13,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -37,6 +37,10 @@ class Snippet:
     name: str
     code: str
     printed: str | None
+
+    def at(self, url: str) -> Snippet:
+        """The same, with another server than the pages'."""
+        return replace(self, code=self.code.replace(SERVED, url))
 
     def run(self, names: dict[str, Any], runner: asyncio.Runner) -> str:
         """Run as a notebook would, with `await` allowed at the top; returns what was printed."""
@@ -74,11 +78,10 @@ class Borrowed(VLLM):
     """What `VLLM(...)` of a snippet builds: a model of its own on the engine that all tests share."""
 
     lender: ClassVar[VLLM]
-    server: ClassVar[str]
 
     def __new__(cls, repo: str, **given: Any) -> Any:
         if "serve" in given:
-            return VLLM(cls.lender.repo, **{**given, "serve": given["serve"].replace(SERVED, cls.server)})
+            return VLLM(cls.lender.repo, **given)
         return super().__new__(cls)
 
     def __init__(self, repo: str, **given: Any) -> None:
@@ -96,9 +99,8 @@ class Borrowed(VLLM):
 
 
 @pytest.fixture
-def borrowing(model: VLLM, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def borrowing(model: VLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Borrowed, "lender", model, raising=False)
-    monkeypatch.setattr(Borrowed, "server", server.url, raising=False)
     monkeypatch.setattr(nnsight_async, "VLLM", Borrowed)
     monkeypatch.setattr(nnsight_async, "TransformersModel", partial(_local, model.repo))
 
@@ -115,11 +117,11 @@ def server(model: VLLM) -> Iterator[Server]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 @pytest.mark.usefixtures("borrowing")
-def test_snippets_run_and_print_what_the_page_shows(page: Path) -> None:
+def test_snippets_run_and_print_what_the_page_shows(page: Path, server: Server) -> None:
     names: dict[str, Any] = {"__name__": "__main__"}
     with asyncio.Runner() as runner:
         for snippet in snippets(page):
-            printed = snippet.run(names, runner)
+            printed = snippet.at(server.url).run(names, runner)
             if snippet.printed is not None:
                 assert printed == snippet.printed, snippet.name
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nnsight_async import VLLM, NotATapError, UnsupportedError
+from nnsight_async.serve.server import Server
 from nnsight_async.testing.engine import tiny_engine_args
 
 PROMPT = [5, 17, 101]
@@ -72,6 +73,19 @@ async def test_a_cache_collects_taps(tapped: VLLM) -> None:
         refused.cache(modules=[tapped.model.norm]).save()
     with pytest.raises(NotATapError, match=r"norm\.output"):
         await refused.result
+
+
+async def test_a_client_of_a_server_has_its_taps(tapped: VLLM) -> None:
+    with Server(tapped, allow_python=True) as server:
+        async with VLLM(tapped.repo, mode="async", serve=server.url) as client:
+            assert client.taps == tapped.taps
+            assert "model.model.layers[1].output" in client.taps
+            ours, expected = [await model.run(PROMPT, told, **GREEDY).saves for model in (client, tapped)]
+            torch.testing.assert_close(ours, expected)
+            async with client.trace(PROMPT, max_tokens=1):
+                value = client.model.norm.output.save()
+            with pytest.raises(NotATapError, match=r"model\.model\.norm\.output is not one of the taps"):
+                await value
 
 
 def test_taps_are_locations_of_the_model_before_the_engine_is_built(llama: str) -> None:

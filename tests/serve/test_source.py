@@ -48,6 +48,7 @@ def block_of(probe: Callable[[Any, Any], object]) -> Any:
     assert served.reason is not None, "this one travels as data"
     code, buffers = received(served)
     assert isinstance(code, m.Source), "this one travels as a pickle"
+    assert not any(isinstance(outer, m.Pickled) for outer in [*code.free.values(), *code.entries.values()])
     made = POLICY.block(code, buffers, list(served.names), KEY)
     apart = {constant.digest: constant.content for constant in made.constants}
     return load(made.payload, resolve, constants=lambda digest: apart[digest].clone())
@@ -154,47 +155,7 @@ def test_each_run_begins_with_what_was_there() -> None:
     assert ran(program)[0][0][2] == "1"
 
 
-class Own:
-    pass
-
-
-def own_function(value):
-    return value
-
-
-OWN = Own()
-SHARED = [1]
-TWICE = [SHARED, SHARED]
-CYCLE: list[Any] = []
-CYCLE.append(CYCLE)
-DEEP: Any = 1
-for _ in range(40):
-    DEEP = [DEEP]
-NEEDS_GRADIENT = torch.ones(2, requires_grad=True)
-TURNED = torch.ones(2, 3).T
-SURROGATE = "\ud800"
-MANY = list(range(20_000))
-LONG = "x" * (2 << 20)
 OF_ANOTHER = ANOTHER.layers[0]
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["OWN", "Own", "own_function", "TWICE", "CYCLE", "DEEP", "NEEDS_GRADIENT", "TURNED", "SURROGATE", "MANY", "LONG"],
-)
-def test_what_has_no_safe_form_travels_as_before(name: str) -> None:
-    """A value that would come as another, or that a pickle is better for."""
-    namespace: dict[str, Any] = {}
-    text = f"def probe(model, tracer):\n    x = [{name} for _ in range(1)]\n"
-    import linecache
-
-    filename = f"<probe of {name}>"
-    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    exec(compile(text, filename, "exec"), globals(), namespace)
-    served = of_probe(namespace["probe"], [MODEL, MANIFEST], MODEL)
-    assert served.reason is not None
-    assert served.source is None
-    assert isinstance(served.code(DESCRIPTION)[0], m.Python)
 
 
 def test_a_module_of_another_model_is_refused_as_before() -> None:

@@ -25,7 +25,6 @@ ANYTHING = msgspec.msgpack.Decoder(Any)
 WIDE = Bounds()
 SMALL = Bounds(header=1 << 16, total=1 << 20, items=1000, depth=8)
 FUZZED = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-LONG = settings(max_examples=30_000, deadline=None, suppress_health_check=list(HealthCheck))
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4)
 TENSORS = st.builds(
@@ -257,13 +256,6 @@ ANY_BYTES = st.binary(max_size=200) | FORGED | BROKEN
 @FUZZED
 @given(ANY_BYTES)
 def test_whatever_bytes_come_are_taken_or_refused(data: bytes) -> None:
-    _taken(data)
-
-
-@pytest.mark.slow
-@LONG
-@given(ANY_BYTES)
-def test_whatever_bytes_come_for_long(data: bytes) -> None:
     _taken(data)
 
 
