@@ -12,9 +12,10 @@ import torch
 from nnsight_async.capture.block import Block
 from nnsight_async.capture.constants import Constant
 from nnsight_async.capture.load import VERSION, Body, imported, part
+from nnsight_async.capture.plain import Form, plain
 from nnsight_async.capture.ship import dumps
 from nnsight_async.capture.text import Written
-from nnsight_async.capture.written import code_of
+from nnsight_async.capture.written import code_of, parsed
 from nnsight_async.errors import CaptureError
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import wire
@@ -74,7 +75,8 @@ def _of_text(code: m.Source, buffers: wire.Buffers) -> tuple[bytes, tuple[Consta
     entries = tuple(found[name] for name in code.entries)
     namespace = {"__name__": code.module, "__package__": code.module.rpartition(".")[0]}
     namespace |= {name: found[name] for name in code.free}
-    pickled = dumps(tuple(Body(_compiled(code), namespace, entries)), frozenset())
+    body = Body(_compiled(code), namespace, entries, _plain(code))
+    pickled = dumps(tuple(body), frozenset())
     there = {constant.digest: constant for constant in (*pickled.constants, *constants)}
     return VERSION + pickled.payload, tuple(there.values())
 
@@ -101,6 +103,14 @@ def _opened(value: m.Outer, buffers: wire.Buffers) -> Any:
             return buffers.unpack(buffers.open(value.value, _values))
         case m.Pickled():
             return None
+
+
+def _plain(code: m.Source) -> tuple[Form, ...] | None:
+    """A text that can be compiled, as data, where it is of few forms."""
+    try:
+        return plain(parsed(code.text, code.first_line), code.class_name)
+    except RecursionError:
+        return None
 
 
 def _compiled(code: m.Source) -> bytes:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from nnsight_async import VLLM
 from nnsight_async.serve import operations as ops
 from nnsight_async.serve.forms import forms
 
@@ -61,3 +62,20 @@ def test_what_has_no_such_form() -> None:
     ):
         assert forms([statement]) is None
     assert forms([ops.Steps([]), ops.Save("x", read)]) is None
+
+
+async def test_a_block_of_python_need_not_run_either(open_server: Any, llama: str, vllm_model: Any) -> None:
+    before = (await vllm_model.stats())["planned"]
+    async with VLLM(llama, mode="async", serve=open_server.url) as model:
+        async with model.trace(PROMPT, **GREEDY) as tracer:
+            layer = model.model.layers[1]
+            for _ in tracer.iter[:]:
+                mlp = layer.mlp.output[-1].save()
+        values = [value async for value in mlp.stream()]
+        assert (await vllm_model.stats())["planned"] == before + 1
+        async with model.trace(PROMPT, **GREEDY) as runs:
+            for _ in runs.iter[:]:
+                same = torch.clone(model.model.layers[1].mlp.output[-1]).save()
+        expected = [value async for value in same.stream()]
+        assert (await vllm_model.stats())["planned"] == before + 1
+    torch.testing.assert_close(values, expected)
