@@ -170,11 +170,17 @@ class _Maker(Expressions):
         reading, keys = self._now(target)
         operand = self._value(value, line)
         assigned = place[0] == "attribute"
-        if not keys and not assigned:
+        if (not keys and not assigned) or self._is_followed(reading):
             raise NoPlan
         self._add(Change(reading, keys, "" if sign == "=" else sign, self._operand(operand), assigned, line))  # type: ignore[arg-type]
         self._age += 1
         self._renew(target)
+
+    def _is_followed(self, reading: Read) -> bool:
+        """Whether a change of a reading may show in what was saved of it before: in lists and dicts it does."""
+        event, deeds = self._stages[-1]
+        saves = [deed for deed in deeds if isinstance(deed, Save) and deed.reading == reading]
+        return any(save.appends or event.kind == "inputs" for save in saves)
 
     def _renew(self, changed: Sight) -> None:
         """The reading that was changed has the change in it; others have not."""

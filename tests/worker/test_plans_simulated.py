@@ -166,3 +166,28 @@ def line_of(error: BaseException | None) -> int | None:
             found = trace.tb_lineno
         trace = trace.tb_next
     return found
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["acts = [].save()", "h = model.model.layers[1].mlp.output", "acts.append(h)", "h[:] += own"],
+        ["acts = [].save()", "h = model.model.layers[1].mlp.output", "acts.append(h[-1])", "h[:] += own"],
+        ["h = model.model.layers[1].inputs", "x = h.save()", "h[0][1][:] += own"],
+    ],
+)
+def test_what_is_changed_after_it_was_put_into_a_list_is_left_to_the_block(simulation, lines):
+    """For what comes home is the list as it is when the step ends."""
+    batch = [(Task((9, 10), 3), Text(tuple(lines), 1))]
+    before = simulation.blocks.planned
+    (found,) = done(simulation, batch, [], plans=True)
+    assert simulation.blocks.planned == before
+    assert found.run.error is None
+    if "acts" in found.run.values:
+        (alone,) = done(
+            simulation, [(Task((9, 10), 3), Text(("x = model.model.layers[1].mlp.output.save()",), 1))], [], plans=True
+        )
+        value, changed = alone.run.values["x"], found.run.values["acts"][0]
+        own = torch.linspace(0, 1, WIDTH)
+        torch.testing.assert_close(changed, value[-1] + own if changed.ndim == 1 else value + own)
+    simulation.requests.clear()
