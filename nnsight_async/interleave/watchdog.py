@@ -7,6 +7,7 @@ import math
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import ClassVar
@@ -91,16 +92,20 @@ class Watchdog:
         self._closing.set()
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._watch, name="nnsight-watchdog", daemon=True)
+        self._thread = self._watcher()
         if threading.get_ident() == self._main:
             signal.signal(SIGNAL, _strike)
             self._thread.start()
 
-    def _watch(self) -> None:
+    def _watcher(self) -> threading.Thread:
+        arguments = weakref.ref(self), self._closing
+        return threading.Thread(target=_watch, args=arguments, name="nnsight-watchdog", daemon=True)
+
+    def look(self) -> None:
+        """Look at the clock. Called by the watching thread, every `INTERVAL`."""
         assert self._main is not None
-        while not self._closing.wait(INTERVAL):
-            if time.monotonic() > self._deadline:
-                signal.pthread_kill(self._main, SIGNAL)
+        if time.monotonic() > self._deadline:
+            signal.pthread_kill(self._main, SIGNAL)
 
     def strike(self) -> None:
         """Raise `Expired` in the block that runs now, or go on without it. Called in the main thread, at any time."""
@@ -116,6 +121,13 @@ class Watchdog:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(stuck))
         assert stuck.parent is not None
         stuck.parent.switch()
+
+
+def _watch(watchdog: weakref.ref[Watchdog], closing: threading.Event) -> None:
+    """Until it is closed, or nobody has it any more."""
+    while not closing.wait(INTERVAL) and (awake := watchdog()) is not None:
+        awake.look()
+        del awake
 
 
 def _strike(_number: int, _frame: object) -> None:

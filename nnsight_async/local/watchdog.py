@@ -8,7 +8,7 @@ import threading
 from threading import get_ident
 from time import monotonic
 
-from nnsight_async.interleave.watchdog import INTERVAL, Expired, Watchdog
+from nnsight_async.interleave.watchdog import Expired, Watchdog
 
 PAUSE = 1.0
 """Seconds until `Expired` is raised once more in a block that has caught it and goes on."""
@@ -44,16 +44,15 @@ class ThreadWatchdog(Watchdog):
                 pass
 
     def _start(self) -> None:
-        self._thread = threading.Thread(target=self._watch, name="nnsight-watchdog", daemon=True)
+        self._thread = self._watcher()
         self._thread.start()
 
-    def _watch(self) -> None:
-        while not self._closing.wait(INTERVAL):
-            if monotonic() > self._deadline:
-                with self._striking:
-                    self._aims = True
-                    self._strike()
-                    self._aims = False
+    def look(self) -> None:
+        if monotonic() > self._deadline:
+            with self._striking:
+                self._aims = True
+                self._strike()
+                self._aims = False
 
     def _strike(self) -> None:
         now = monotonic()

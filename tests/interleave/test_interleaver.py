@@ -714,3 +714,23 @@ def test_a_cache_that_is_saved_in_every_step_comes_home_whole():
                 entry.value if entry.operation == "set" else {k: values.get(k, []) + v for k, v in entry.value.items()}
             )
     assert len(values["layers.0.output"]) == 3
+
+
+def test_nobody_watches_the_clock_of_what_is_gone():
+    """Thousands of interleavers in one process, as in these tests, would be as many threads that wake up all the time."""
+
+    def watched() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "nnsight-watchdog"]
+
+    def used() -> None:
+        bench = Bench()
+        bench.add(1, lambda model, tracer: save(current().read(output("layers.0")), "h"), 1)
+        bench.step({1: rows(1, 1)})
+
+    used()
+    mine = watched()[-1]
+    assert mine.is_alive()
+    used()  # whose turn is then the last one
+    gc.collect()
+    mine.join(60)
+    assert not mine.is_alive()
