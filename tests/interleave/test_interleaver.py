@@ -717,7 +717,7 @@ def test_a_cache_that_is_saved_in_every_step_comes_home_whole():
 
 
 def test_nobody_watches_the_clock_of_what_is_gone():
-    """Thousands of interleavers in one process, as in these tests, would be as many threads that wake up all the time."""
+    """Thousands of interleavers in one process, as in tests, would be as many threads that wake up all the time."""
 
     def watched() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name == "nnsight-watchdog"]

@@ -38,6 +38,7 @@ class Counting:
     """Draws 0, 1, 2, ..., and saves a row of that number under `h` at each step."""
 
     repo = "toy"
+    taps = ()
 
     def __init__(self) -> None:
         self.going: set[Any] = set()
