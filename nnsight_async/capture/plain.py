@@ -7,6 +7,7 @@ Any other form, and the block is Python as it stands.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from typing import Any
 
 Form = tuple[Any, ...]
@@ -14,6 +15,8 @@ Form = tuple[Any, ...]
 
 SIGNS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 NUMBERS = (int, float)
+BUILTINS = frozenset({"enumerate", "list"})
+"""What the forms name by itself; in a block that assigns such a name, it is another's."""
 
 
 class _Other(Exception):  # noqa: N818 -- not raised to anybody
@@ -40,9 +43,27 @@ def _statements(body: list[ast.stmt], class_name: str | None = None) -> tuple[Fo
     if class_name is not None:  # where names may be private
         raise _Other
     found = [_statement(statement) for statement in body if not _says_nothing(statement)]
-    if any(form[0] == "steps" for form in found[:-1]):
+    if any(form[0] == "steps" for form in found[:-1]) or BUILTINS & assigned(found):
         raise _Other
     return tuple(found)
+
+
+def assigned(forms: Iterable[Form]) -> set[str]:
+    """The names that statements assign, those in loops too."""
+    found: set[str] = set()
+    for form in forms:
+        match form:
+            case ("let" | "list", _, name, *_):
+                found.add(name)
+            case ("save", *_, str(name)):
+                found.add(name)
+            case ("each", _, names, _, body):
+                found |= {*names} | assigned(body)
+            case ("steps", _, name, _, _, body):
+                found |= {name} | assigned(body)
+            case _:
+                pass
+    return found
 
 
 def _says_nothing(statement: ast.stmt) -> bool:
@@ -53,6 +74,8 @@ def _says_nothing(statement: ast.stmt) -> bool:
 
 def _statement(statement: ast.stmt) -> Form:
     line = statement.lineno
+    if not isinstance(statement, ast.For):
+        _check_line(statement, line)
     match statement:
         case ast.Assign([ast.Name(name)], value):
             return _assigned(name, value, line)
@@ -70,6 +93,12 @@ def _statement(statement: ast.stmt) -> Form:
             return _loop((number, name), each, inner, line)
         case _:
             raise _Other
+
+
+def _check_line(statement: ast.stmt, line: int) -> None:
+    """An error in a statement of several lines is said to be in one of them."""
+    if any(getattr(node, "lineno", line) != line for node in ast.walk(statement)):
+        raise _Other
 
 
 def _assigned(name: str, value: ast.expr, line: int) -> Form:
@@ -156,6 +185,8 @@ def _key(node: ast.expr) -> Form:
         case ast.Slice(start, stop, step):
             return "slice", *(None if part is None else _expression(part) for part in (start, stop, step))
         case ast.Tuple(parts):
+            if any(isinstance(part, ast.Tuple) for part in parts):  # a list of numbers, whose items are copied
+                raise _Other
             return "keys", tuple(map(_key, parts))
         case ast.Constant(value) if value is Ellipsis:
             return ("rest",)

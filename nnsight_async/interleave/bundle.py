@@ -191,6 +191,8 @@ def _fitting(place: torch.Tensor, value: torch.Tensor, each: bool) -> torch.Tens
     """The operand in the shape in which each run's goes to its own item."""
     shape = value.shape[1:] if each else value.shape
     axes = place.ndim - 1 - len(shape)
+    if place.ndim == 1 and value.dtype != place.dtype:  # a number of each run: PyTorch computes with numbers otherwise
+        raise Odd
     if axes < 0 or torch.broadcast_shapes(place.shape[1:], shape) != place.shape[1:] or value.device != place.device:
         raise Odd
     return value.view(value.shape[0], *(1 for _ in range(axes)), *shape) if each else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -16,8 +17,9 @@ Key = Any
 """What stands between brackets: a number, a name, `None`, `...`, a `Slice`, or a tuple of them."""
 
 
-class Slice(NamedTuple):
-    """`start:stop:step`. (Slices have no hash before Python 3.12.)"""
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """`start:stop:step`, which equals no tuple of the three. (Slices have no hash before Python 3.12.)"""
 
     start: int | None
     stop: int | None
@@ -27,7 +29,7 @@ class Slice(NamedTuple):
 def as_key(key: Key) -> Any:
     """A key as Python has it."""
     if isinstance(key, Slice):
-        return slice(*key)
+        return slice(key.start, key.stop, key.step)
     if isinstance(key, tuple):
         return tuple(as_key(part) for part in key)  # pyright: ignore[reportUnknownVariableType]
     return key
@@ -100,6 +102,8 @@ class Plan(NamedTuple):
     """Start, stop and stride of its loop."""
     filename: str
     function: str
+    line: int = 0
+    """Of its loop, where the block waits between steps."""
 
     def phase(self, step: int) -> Phase:
         """What is done in a step."""

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from nnsight_async.errors import SaveBudgetError
-from nnsight_async.interleave.bundle import IN_PLACE, Bundle, Operands
+from nnsight_async.interleave.bundle import IN_PLACE, Bundle, Odd, Operands
 from nnsight_async.interleave.plan import Change, Number, Read, Save, as_key
 from nnsight_async.interleave.refusals import not_computed
-from nnsight_async.interleave.saving import Entry, Saves, check, size
+from nnsight_async.interleave.saving import Entry, Saves, check, size, snapshot
 from nnsight_async.interleave.together import Piece
 from nnsight_async.interleave.visit import Visit
 
@@ -36,22 +35,35 @@ class PlannedSaves(Saves):
         self.begun: tuple[str, ...] = ()
         """Lists that were saved in this step."""
         self.ready: list[Entry] = []
+        self._lists: dict[str, None] = {}
+        """All lists, in the order in which they were saved."""
+        self._appended = 0
+
+    @property
+    def left(self) -> int:
+        """Bytes that may still be put."""
+        return self.budget - self.spent - self._pending
 
     def collect(self) -> list[Entry]:
-        entries = [Entry(name, "set", self.items.pop(name, [])) for name in self.begun]
-        entries += [Entry(name, "extend", items) for name, items in self.items.items()]
-        entries += self.ready
+        begun = [Entry(name, "set", self.items.pop(name, [])) for name in self.begun]
+        entries = [Entry(name, "extend", self.items[name]) for name in self._lists if name in self.items]
+        for name in self.begun:
+            self._lists.pop(name, None)
+            self._lists[name] = None
+        entries += begun + self.ready
         self.begun, self.items, self.ready = (), {}, []
-        self.spent, self._pending = self.spent + self._pending, 0
+        self.spent, self._pending, self._appended = self.spent + self._pending + self._appended, 0, 0
+        self._check_budget(self.spent)
         return entries
 
     def put(self, save: Save, value: Any, taken: int) -> None:
-        """Take a value of so many bytes in; `SaveBudgetError` past the budget."""
-        self._check_budget(self.spent + self._pending + taken)
-        self._pending += taken
+        """Take a value of so many bytes in; `SaveBudgetError` past the budget, for what is appended when it is sent."""
         if save.appends:
+            self._appended += taken
             self.items.setdefault(save.name, []).append(value)
         else:
+            self._check_budget(self.spent + self._pending + taken)
+            self._pending += taken
             self.ready.append(Entry(save.name, "set", value))
 
 
@@ -77,6 +89,7 @@ class Turns:
         phase = planned.plan.phase(run.step)
         run.saves.begun = phase.lists  # type: ignore[attr-defined]
         run.finished = run.step >= planned.last
+        run.stood = [] if run.finished else [_place(run, planned.plan.line)]
         if phase.stages:
             key = run.part, id(phase)
             found = self._groups.get(key)
@@ -143,15 +156,15 @@ class Turns:
         spans, runs = [span for span, _ in members], [run for _, run in members]
         bundle = Bundle(slab.value, slab.batch.rows, spans)
         bundle.do(stage.deeds, partial(self._operand, (id(stage), spans[0].rows), runs))
+        taken = [_share(whole, len(runs)) for _, whole in bundle.saved]
+        wanted = sum(each for each, (save, _) in zip(taken, bundle.saved, strict=True) if not save.appends)
+        if any(wanted > run.saves.left for run in runs):  # type: ignore[attr-defined]
+            raise Odd
         if bundle.changed:
             self._write(stage.event, bundle, members, slab)
-        for save, whole in bundle.saved:
-            taken = size(whole) // len(runs)
+        for each, (save, whole) in zip(taken, bundle.saved, strict=True):
             for index, run in enumerate(runs):
-                try:
-                    run.saves.put(save, _piece(whole, index), taken)  # type: ignore[attr-defined]
-                except SaveBudgetError as error:
-                    _fail(run, save.line, error)
+                run.saves.put(save, _piece(whole, index), each)  # type: ignore[attr-defined]
 
     def _operand(self, key: tuple[int, int], runs: list[BlockRun], index: int) -> tuple[torch.Tensor, bool]:
         operands = self._operands.get(key)
@@ -193,16 +206,32 @@ class Turns:
                         _change(run, deed, readings, visit)
         except Exception as error:
             _fail(run, line, error)
-            return
-        self._interleaver.commit(run, visit)
+        rests = run.stood
+        if run.error is None:
+            run.stood = _next(run, stage)
+        self._interleaver.commit(run, visit)  # what was changed before an error, too
+        if run.error is None:
+            run.stood = rests
 
 
 def _fail(run: BlockRun, line: int, error: Exception) -> None:
     """End a run with an error that was raised for a line of its block."""
-    assert run.planned is not None
-    plan = run.planned.plan
     run.fail(error.with_traceback(None))
-    run.stood = [(plan.filename, line, plan.function)]
+    run.stood = [_place(run, line)]
+
+
+def _place(run: BlockRun, line: int) -> tuple[str, int, str]:
+    """A line of its block, as tracebacks say it."""
+    assert run.planned is not None
+    return run.planned.plan.filename, line, run.planned.plan.function
+
+
+def _next(run: BlockRun, stage: Stage) -> list[tuple[str, int, str]]:
+    """Where the block would wait after a stage."""
+    assert run.planned is not None
+    stages = run.planned.plan.phase(run.step).stages
+    after = stages[stages.index(stage) + 1 :]
+    return [_place(run, after[0].deeds[0].line)] if after else run.stood
 
 
 def _operands(run: BlockRun) -> Sequence[torch.Tensor]:
@@ -212,14 +241,7 @@ def _operands(run: BlockRun) -> Sequence[torch.Tensor]:
 
 def _save(run: BlockRun, save: Save, value: Any) -> None:
     check(value, save.name)
-    run.saves.put(save, _snapshot(value), size(value))  # type: ignore[attr-defined]
-
-
-def _snapshot(value: Any) -> Any:
-    """A value as it is now."""
-    if isinstance(value, torch.Tensor):
-        return value.clone()
-    return value
+    run.saves.put(save, snapshot(value), size(value))  # type: ignore[attr-defined]
 
 
 def _change(run: BlockRun, change: Change, readings: dict[int, Any], visit: Visit) -> None:
@@ -253,6 +275,17 @@ def _piece(whole: Any, index: int) -> Any:
         pairs: Any = whole
         return {key: _piece(item, index) for key, item in pairs.items()}
     return whole
+
+
+def _share(whole: Any, runs: int) -> int:
+    """The bytes that each run has of a value that all have together."""
+    if isinstance(whole, torch.Tensor):
+        return whole.nbytes // runs
+    if isinstance(whole, (list, tuple)):
+        return sum(_share(item, runs) for item in cast("list[Any]", whole))
+    if isinstance(whole, dict):
+        return sum(_share(item, runs) for item in cast("dict[Any, Any]", whole).values())
+    return size(whole)
 
 
 def _part(group: tuple[tuple[int, int], Any]) -> int:

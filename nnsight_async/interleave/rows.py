@@ -46,8 +46,8 @@ class Batch:
 class Private:
     """What one run was handed: its copy of a value, and by path the tensors in it with the changes dealt with so far.
 
-    Copies are made outside inference mode, because only ordinary tensors count their in-place changes, from 0 on
-    (`torch.Tensor._version`, torch 2.13).
+    Copies are made outside inference mode, because only ordinary tensors count their in-place changes, from 0 on, or
+    from 1 on where an inference tensor was cloned (`torch.Tensor._version`, torch 2.13).
     """
 
     __slots__ = ("tensors", "value", "versions")
@@ -60,6 +60,8 @@ class Private:
 
     def add(self, path: Path, tensor: torch.Tensor) -> None:
         self.tensors[path] = tensor
+        if not tensor.is_inference() and tensor._version:
+            self.versions[path] = tensor._version
 
     def watches(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of the copies."""

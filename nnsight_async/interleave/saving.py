@@ -87,13 +87,13 @@ class Saves:
         self._check_budget(self.spent + pending)
         self._pending = pending
         self._tracked.pop(name, None)
-        self._fresh[name] = _snapshot(value) if self.at_once else value
+        self._fresh[name] = snapshot(value) if self.at_once else value
 
     def copy_at_once(self) -> None:
         """From here on, something may change in place what was saved."""
         if not self.at_once:
             self.at_once = True
-            self._fresh = {name: _snapshot(value) for name, value in self._fresh.items()}
+            self._fresh = {name: snapshot(value) for name, value in self._fresh.items()}
             for tracked in self._tracked.values():
                 tracked.watch(tracked.sent)
 
@@ -142,11 +142,11 @@ class Saves:
         return Entry(name, "set", value)
 
 
-def _snapshot(value: Any) -> Any:
+def snapshot(value: Any) -> Any:
     """What a save keeps: the values as they are now. A list or dict is followed instead."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return tuple(map(_snapshot, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else value
+    return tuple(map(snapshot, cast("tuple[Any, ...]", value))) if isinstance(value, tuple) else value
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -98,4 +98,8 @@ _decoder = msgspec.msgpack.Decoder(Message)
 
 
 def _buffer(flat: torch.Tensor) -> Buffer:
-    return memoryview(cast("Any", flat.view(torch.uint8).numpy())) if flat.numel() else b""
+    if not flat.numel():
+        return b""
+    if flat.stride() != (1,):  # that of one element may be anything
+        flat = flat.as_strided(flat.shape, (1,))
+    return memoryview(cast("Any", flat.view(torch.uint8).numpy()))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import greenlet
 import torch
 
+from nnsight_async.capture.plain import assigned
 from nnsight_async.interleave.context import BlockGreenlet
 from nnsight_async.interleave.context import save as save_function
 from nnsight_async.interleave.locations import Location
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from nnsight_async.interleave.views import View
 
 MOST = 500
-"""Deeds that a plan may have."""
+"""Deeds that a plan may have, turns of the loops that lead to them included."""
 
 
 def plan_of(run: BlockRun, interleaver: Interleaver, plain: str) -> Planned | None:
@@ -44,7 +45,11 @@ def plan_of(run: BlockRun, interleaver: Interleaver, plain: str) -> Planned | No
 
     `plain` is the attribute of its function that has its text as data.
     """
-    forms = getattr(run.program, plain, None)
+    program: Any = run.program
+    holder = program if isinstance(program, FunctionType) else type(program)
+    if plain not in vars(holder):  # so that nothing of the user's is asked
+        return None
+    forms = getattr(program, plain)
     if forms is None:
         return None
 
@@ -76,6 +81,8 @@ class _Maker(Expressions):
         self._operands: list[torch.Tensor] = []
         self._filename, self._function, self._names = _beginning(run.program, interleaver.model, run.tracer)
         self._epoch = 0
+        self._followed: set[str] = set()
+        """Names of lists."""
         self._readings = 0
         self._deeds = 0
         self._begin()
@@ -86,25 +93,27 @@ class _Maker(Expressions):
         if loop is None:
             plan = Plan(self._phase(), Phase(), ONCE, self._filename, self._function)
             return Planned(one_of(plan), tuple(self._operands), plan.last())
-        _, _, name, tracer, steps, body = loop
+        _, line, name, tracer, steps, body = loop
         if self._value(tracer) is not self._tracer:
             raise NoPlan
         start, stop, stride = self._steps(steps)
         alone = self._phase()
-        assigned = {each[2] for each in body if each[0] in ("let", "list")} | {name}
-        kept = {known: value for known, value in self._names.items() if known not in assigned}
-        first = alone
-        if start == 0 and alone.stages:  # in the same step as what stands before the loop
+        changed = assigned((loop,))
+        kept = {known: value for known, value in self._names.items() if known not in changed}
+        first, followed = alone, frozenset(self._followed)
+        at_once = start == 0 and stop != 0
+        if at_once and alone.stages:  # in the same step as what stands before the loop
             self._names = {**kept, name: Forbidden()}
             self._run(body)
             first = self._phase()
         self._begin()
+        self._followed = {*followed}
         self._names = {**kept, name: Forbidden()}
         self._run(body)
         later = self._phase()
-        if start == 0 and not alone.stages:
+        if at_once and not alone.stages:
             first = Phase(later.stages, (*alone.lists, *later.lists))
-        plan = Plan(first, later, (start, stop, stride), self._filename, self._function)
+        plan = Plan(first, later, (start, stop, stride), self._filename, self._function, line)
         return Planned(one_of(plan), tuple(self._operands), plan.last())
 
     def _begin(self) -> None:
@@ -123,6 +132,8 @@ class _Maker(Expressions):
     def _steps(self, key: Form) -> tuple[int, int | None, int]:
         if key[0] != "slice":
             number = self._integer(self._value(key))
+            if number < 0:
+                raise NoPlan
             return number, number + 1, 1
         start, stop, stride = (None if part is None else self._integer(self._value(part)) for part in key[1:])
         if (start or 0) < 0 or (stop or 0) < 0 or (stride is not None and stride < 1):
@@ -141,7 +152,10 @@ class _Maker(Expressions):
     def _list(self, line: int, name: str, called: str | None) -> None:
         if called is not None and called in self._names:
             raise NoPlan
+        if len(self._saved) > len(self._lists):  # something that comes home before it
+            raise NoPlan
         self._take(name)
+        self._followed.add(name)
         self._lists.append(name)
         self._names[name] = _List(name)
 
@@ -149,7 +163,10 @@ class _Maker(Expressions):
         into = self._names[name]
         if not isinstance(into, _List):
             raise NoPlan
-        self._add(Save(*self._now(self._value(value, line)), into.name, True, line))
+        reading, keys = self._now(self._value(value, line))
+        if reading.view is None and self._stages[-1][0].kind == "inputs" and len(keys) < 2:
+            raise NoPlan  # it holds a dict, and is followed from step to step
+        self._add(Save(reading, keys, into.name, True, line))
 
     def _save(self, line: int, saver: Form | None, name: Form, value: Form, assigned: str | None) -> None:
         if saver is not None:
@@ -161,7 +178,10 @@ class _Maker(Expressions):
         if type(called) is not str or not called.isprintable():
             raise NoPlan
         self._take(called)
-        self._add(Save(*self._now(sight), called, False, line))
+        reading, keys = self._now(sight)
+        if reading.view is None and self._stages[-1][0].kind == "inputs" and not keys:
+            raise NoPlan
+        self._add(Save(reading, keys, called, False, line))
         if assigned is not None:
             self._names[assigned] = sight
 
@@ -192,22 +212,26 @@ class _Maker(Expressions):
         if len(names) == 2 and "enumerate" in self._names:
             raise NoPlan
         found = self._value(each)
-        if not isinstance(found, (Envoy, list, tuple, range)) or type(found) not in (list, tuple, range, type(found)):
+        if type(found) not in (Envoy, list, tuple, range):
             raise NoPlan
         for number, item in enumerate(found):
+            self._count()
             self._names.update(zip(names, (item,) if len(names) == 1 else (number, item), strict=True))
             self._run(body)
 
     def _take(self, name: str) -> None:
-        """A name is saved once in a step."""
-        if name in self._saved:
+        """A name is saved once in a step, and a list is the only one of its name, which may be appended to later."""
+        if name in self._saved or name in self._followed:
             raise NoPlan
         self._saved.add(name)
 
-    def _add(self, deed: Deed) -> None:
+    def _count(self) -> None:
         self._deeds += 1
         if self._deeds > MOST:
             raise NoPlan
+
+    def _add(self, deed: Deed) -> None:
+        self._count()
         self._stages[-1][1].append(deed)
 
     def _now(self, value: Any) -> tuple[Read, tuple[Any, ...]]:
