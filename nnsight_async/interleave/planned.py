@@ -89,7 +89,10 @@ class Turns:
         phase = planned.plan.phase(run.step)
         run.saves.begun = phase.lists  # type: ignore[attr-defined]
         run.finished = run.step >= planned.last
-        run.stood = [] if run.finished else [_place(run, planned.plan.line)]
+        if run.finished:
+            run.stood = []
+        elif not run.stood:
+            run.stood = [_place(run, planned.plan.line)]
         if phase.stages:
             key = run.part, id(phase)
             found = self._groups.get(key)
