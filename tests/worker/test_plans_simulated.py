@@ -132,7 +132,7 @@ def done(
 
 
 EXAMPLES = settings(
-    max_examples=int(os.environ.get("PLANS", "30")),
+    max_examples=int(os.environ.get("PLANS", "20")),
     deadline=None,
     derandomize="PLANS" not in os.environ,
     database=None,
