@@ -58,10 +58,13 @@ class Private:
         self.versions: dict[Path, int] = {}
         """Those that are not 0."""
 
-    def add(self, path: Path, tensor: torch.Tensor) -> None:
+    def add(self, path: Path, tensor: torch.Tensor, version: int | None = None) -> None:
+        """`version`: that which it was handed out with, if it has been before."""
         self.tensors[path] = tensor
-        if not tensor.is_inference() and tensor._version:
-            self.versions[path] = tensor._version
+        if version is None:
+            version = 0 if tensor.is_inference() else tensor._version
+        if version:
+            self.versions[path] = version
 
     def watches(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` is one of the copies."""

@@ -121,7 +121,7 @@ class Visit:
     def _handed_before(self, tensor: torch.Tensor) -> None:
         """A tensor that was handed out, with a version of 0, is the first reading."""
         self._first = Private(tensor)
-        self._first.add((), tensor)
+        self._first.add((), tensor, version=0)
         self._hand(self._first)
 
     def _hand(self, private: Private, view: View | None = None, shared: bool = False) -> _Handed:
