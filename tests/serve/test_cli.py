@@ -100,6 +100,8 @@ async def test_it_ends_with_status_1_when_its_engine_dies(llama: str, tmp_path: 
     finally:
         started.kill()
         started.wait()
+        assert started.stdout is not None
+        started.stdout.close()
 
 
 def engine_of(server: int) -> psutil.Process:
