@@ -10,7 +10,8 @@ from typing import Any, cast
 from nnsight_async.capture.block import Block
 from nnsight_async.capture.compile import attribute_names
 from nnsight_async.capture.diagnose import shipping_error
-from nnsight_async.capture.load import PLAIN, VERSION
+from nnsight_async.capture.load import VERSION
+from nnsight_async.capture.plain import PLAIN
 from nnsight_async.capture.recompile import plain_of, recompiled, with_code
 from nnsight_async.capture.ship import Pickled, Unshippable, dumps
 from nnsight_async.errors import CaptureError

@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nnsight_async.capture.plain import PLAIN
 from nnsight_async.errors import ShippingError
 
 Resolve = Callable[[tuple[str, ...]], object]
 Constants = Callable[[bytes], torch.Tensor]
 Program = Callable[[object, object], object]
-
-PLAIN = "__nnsight_plain__"
-"""The attribute of a block's function that has its text as data, where it is of few forms (`capture/plain.py`)."""
 
 VERSION = bytes(sys.version_info[:2])
 """The head of every payload: code objects are those of one minor version of Python."""

@@ -13,8 +13,10 @@ from typing import Any
 Form = tuple[Any, ...]
 """A statement or an expression: what it is, and its parts. Of tuples, strings, numbers and None alone."""
 
+PLAIN = "__nnsight_plain__"
+"""The attribute of a block that has its text as data, where it is of few forms."""
+
 SIGNS: dict[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
-NUMBERS = (int, float)
 BUILTINS = frozenset({"enumerate", "list"})
 """What the forms name by itself; in a block that assigns such a name, it is another's."""
 

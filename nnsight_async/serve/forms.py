@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from nnsight_async.capture.plain import Form
 from nnsight_async.serve import operations as ops
 
 MODEL, TRACER = ".model", ".tracer"
 """What no name of a block is."""
 
 SIGNS = frozenset("+-*/")
-
-Form = tuple[Any, ...]
 
 
 class _Other(Exception):  # noqa: N818 -- not raised to anybody

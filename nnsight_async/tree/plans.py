@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import greenlet
 import torch
 
-from nnsight_async.capture.plain import assigned
+from nnsight_async.capture.plain import PLAIN, assigned
 from nnsight_async.interleave.context import BlockGreenlet
 from nnsight_async.interleave.context import save as save_function
 from nnsight_async.interleave.locations import Location
@@ -40,16 +40,13 @@ MOST = 500
 """Deeds that a plan may have, turns of the loops that lead to them included."""
 
 
-def plan_of(run: BlockRun, interleaver: Interleaver, plain: str) -> Planned | None:
-    """What takes the place of the block of `run`; None where that has to run, because of what it does or names.
-
-    `plain` is the attribute of its function that has its text as data.
-    """
+def plan_of(run: BlockRun, interleaver: Interleaver) -> Planned | None:
+    """What takes the place of the block of `run`; None where that has to run, because of what it does or names."""
     program: Any = run.program
     holder = program if isinstance(program, FunctionType) else type(program)
-    if plain not in vars(holder):  # so that nothing of the user's is asked
+    if PLAIN not in vars(holder):  # so that nothing of the user's is asked
         return None
-    forms = getattr(program, plain)
+    forms = getattr(program, PLAIN)
     if forms is None:
         return None
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nnsight_async.capture.load import PLAIN, load
+from nnsight_async.capture.load import load
 from nnsight_async.interleave.block import BlockRun
 from nnsight_async.interleave.interleaver import Interleaver
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
@@ -214,7 +214,7 @@ class Blocks:
         for run in runs:
             if run.over:
                 continue
-            planned = plan_of(run, self.interleaver, PLAIN)
+            planned = plan_of(run, self.interleaver)
             if planned is None:
                 return
             run.planned, run.saves = planned, PlannedSaves(run.saves.budget)

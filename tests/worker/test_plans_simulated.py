@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import linecache
 import os
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
+from nnsight_async.interleave import planned
+from nnsight_async.interleave.bundle import Bundle
 from tests.programs.drawn import Task
 from tests.worker.causal import LAYERS, WIDTH
 from tests.worker.simulation import Served, Simulation
@@ -28,7 +29,8 @@ PARTS = ("", "[-1]", "[0]", "[-1:]", "[:, 2:6]", "[..., 0]", "[None]", "[0:1][0]
 VALUES = ("shared", "own", "0.5", "2 * own", "-1", "own[3]", "rows[0] - shared")
 MISFITS = ("wide", "own[:5]")
 
-numbers = itertools.count()
+filenames: dict[tuple[str, ...], str] = {}
+"""By what a block says: a plan is of one place in the code."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,12 @@ class Text:
     lines: tuple[str, ...]
     scale: int
 
-    def probe(self) -> Any:
+    def probe(self, number: int) -> Any:
+        """The block of the request of that number: of one text for all, as theirs are who send a block many times."""
         source = "\n".join(["def block(model, tracer):", *(f"    {line}" for line in self.lines or ("pass",)), ""])
-        filename = f"<drawn {next(numbers)}>"
+        filename = filenames.setdefault(self.lines, f"<drawn {len(filenames)}>")
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        own = self.scale * torch.linspace(0, 1, WIDTH)
+        own = self.scale * (number + 1) * torch.linspace(0, 1, WIDTH)
         names = {"shared": SHARED, "own": own, "rows": [own, SHARED], "wide": torch.ones(2, 3, WIDTH)}
         exec(compile(source, filename, "exec"), names)
         return names["block"]
@@ -121,7 +124,8 @@ def done(
 ) -> list[Served]:
     simulation.blocks.interleaver.plans = plans  # type: ignore[misc]
     served = [
-        simulation.add(task.prompt, None if text is None else text.probe(), task.max_tokens) for task, text in batch
+        simulation.add(task.prompt, None if text is None else text.probe(number), task.max_tokens)
+        for number, (task, text) in enumerate(batch)
     ]
     Schedule(simulation, [(task, each) for (task, _), each in zip(batch, served, strict=True)]).run(list(moves))
     assert not simulation.blocks.runs
@@ -166,6 +170,28 @@ def line_of(error: BaseException | None) -> int | None:
             found = trace.tb_lineno
         trace = trace.tb_next
     return found
+
+
+def test_requests_of_one_text_are_done_at_once_each_with_its_own(simulation, monkeypatch):
+    sizes: list[int] = []
+
+    class Counted(Bundle):
+        def __init__(self, value: Any, rows: int, spans: Any) -> None:
+            sizes.append(len(spans))
+            super().__init__(value, rows, spans)
+
+    monkeypatch.setattr(planned, "Bundle", Counted)
+    there = "model.model.layers[2].mlp.output"
+    text = Text((f"x = {there}.save()", f"h = {there}", "h[-1] = own", "y = h.save()"), 1)
+    batch = [(Task(prompt, 1), text) for prompt in ((9, 10), (11,), (12, 13), (14, 15))]
+    found = done(simulation, batch, [], plans=True)
+    assert sorted(sizes) == [1, 3]
+    alone = done(simulation, batch, [], plans=False)
+    for number, (one, other) in enumerate(zip(found, alone, strict=True)):
+        own = (number + 1) * torch.linspace(0, 1, WIDTH)
+        torch.testing.assert_close(one.run.values["y"][-1], own, check_dtype=False)
+        assert_same(one.run.values, other.run.values)
+    simulation.requests.clear()
 
 
 @pytest.mark.parametrize(
