@@ -182,15 +182,38 @@ def test_requests_of_one_text_are_done_at_once_each_with_its_own(simulation, mon
 
     monkeypatch.setattr(planned, "Bundle", Counted)
     there = "model.model.layers[2].mlp.output"
-    text = Text((f"x = {there}.save()", f"h = {there}", "h[-1] = own", "y = h.save()"), 1)
+    after = "z = model.model.layers[2].resid_post.save()"
+    text = Text((f"x = {there}.save()", f"h = {there}", "h[-1] = own", "y = h.save()", "again = h.save()", after), 1)
     batch = [(Task(prompt, 1), text) for prompt in ((9, 10), (11,), (12, 13), (14, 15))]
     found = done(simulation, batch, [], plans=True)
-    assert sorted(sizes) == [1, 3]
+    assert sorted(sizes) == [1, 1, 3, 3]
     alone = done(simulation, batch, [], plans=False)
     for number, (one, other) in enumerate(zip(found, alone, strict=True)):
         own = (number + 1) * torch.linspace(0, 1, WIDTH)
         torch.testing.assert_close(one.run.values["y"][-1], own, check_dtype=False)
         assert_same(one.run.values, other.run.values)
+        assert one.run.values["y"].data_ptr() != one.run.values["again"].data_ptr()
+    simulation.requests.clear()
+
+
+def test_the_block_of_a_request_sees_what_its_edit_has_written(simulation):
+    there = "model.model.layers[2].mlp.output"
+    edit = Text((f"{there}[:] = own", f"edited = {there}.save()"), 1).probe(0)
+    block = Text(
+        (f"seen = {there}.save()", f"{there}[:] += own", "z = model.model.layers[2].resid_post.save()"), 1
+    ).probe(1)
+    values: list[Any] = []
+    for plans in (True, False):
+        simulation.blocks.interleaver.plans = plans
+        before = simulation.blocks.planned
+        task = Task((9, 10), 1)
+        served = simulation.add(task.prompt, block, task.max_tokens, edit=edit)
+        Schedule(simulation, [(task, served)]).run([])
+        assert simulation.blocks.planned - before == 2 * plans
+        assert served.run.error is None
+        values.append(served.run.values)
+    torch.testing.assert_close(values[0]["seen"], torch.linspace(0, 1, WIDTH).expand(2, -1), check_dtype=False)
+    assert_same(values[0], values[1])
     simulation.requests.clear()
 
 
