@@ -94,6 +94,7 @@ class Worker(WorkerStopwatch):
         self.inbox.bind(address)
         self.nnsight_outbox = Outbox(address, torch.device("cpu"))
         interleaver = Interleaver(self.model, Order(entries, exits), self.nnsight_outbox.report, self.view)
+        interleaver.crews.report = self.nnsight_outbox.report_together
         recycling, adapters = Recycling(self.model, 1, 1), Adapters(SimpleNamespace())  # type: ignore[arg-type]
         self.nnsight_blocks = Blocks(interleaver, self.nnsight_outbox, torch.device("cpu"), recycling, adapters)
 

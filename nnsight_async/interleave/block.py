@@ -28,6 +28,7 @@ from nnsight_async.interleave.views import FirstArgument, View
 from nnsight_async.interleave.watchdog import Expired, said, timeout_error
 
 if TYPE_CHECKING:
+    from nnsight_async.interleave.crews import Crew
     from nnsight_async.interleave.interleaver import Interleaver
     from nnsight_async.interleave.plan import Planned
     from nnsight_async.interleave.visit import Visit
@@ -73,6 +74,8 @@ class BlockRun:
         """Whether rows whose keys and values are cached already may be kept from it."""
         self.planned: Planned | None = None
         """What is done in the place of the block, where that is known (`interleave/planned.py`)."""
+        self.crew: Crew | None = None
+        """With whom it does its steps, where it does the same in each; what it is asked meanwhile is of before."""
         self.console = Console()
         self.program: Program | None = None
         self.tracer = interleaver.setting.tracer(self)

@@ -10,11 +10,10 @@ import torch
 
 from nnsight_async.interleave.plan import Change, Number, Save, Slice, as_key
 from nnsight_async.interleave.rows import Path, part
-from nnsight_async.interleave.together import gathered
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.plan import Deed, Key
-    from nnsight_async.interleave.rows import Span
+    from nnsight_async.interleave.together import Places
     from nnsight_async.interleave.views import View
 
 IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
@@ -65,11 +64,11 @@ class Bundle:
     Everything that is not of the common kind is `Odd`, and nothing has been done then that anybody could see.
     """
 
-    def __init__(self, value: Any, rows: int, spans: Sequence[Span]) -> None:
-        """`value` passes, with `rows` rows in all; `spans` are ordered."""
+    def __init__(self, value: Any, rows: int, places: Places) -> None:
+        """`value` passes, with `rows` rows in all."""
         self._value = value
         self._rows = rows
-        self._spans = spans
+        self._places = places
         self._tensors: dict[Path, torch.Tensor] = {}
         self._given: set[Path] = set()
         self.changed: dict[Path, None] = {}
@@ -93,7 +92,7 @@ class Bundle:
 
     def _seen(self, view: View | None, keys: Sequence[Key]) -> Any:
         if view is not None:
-            return _item(_laid_out(view.get(self._structure(self._value, ())), len(self._spans)), keys)
+            return _item(_laid_out(view.get(self._structure(self._value, ())), len(self._places)), keys)
         path, keys = self._path(keys)
         value = part(self._value, path)
         if isinstance(value, torch.Tensor):
@@ -133,8 +132,7 @@ class Bundle:
             tensor = part(self._value, path)
             if not tensor.ndim or tensor.shape[0] != self._rows or tensor.layout is not torch.strided:
                 raise Odd
-            found = gathered(tensor, self._spans).view(len(self._spans), self._spans[0].rows, *tensor.shape[1:])
-            self._tensors[path] = found
+            found = self._tensors[path] = self._places.gathered(tensor)
         return found
 
     # -- changing --------------------------------------------------------------------------------------------------
@@ -158,7 +156,7 @@ class Bundle:
         if view.shared(self._value):
             raise Odd
         before = self._structure(self._value, ())
-        seen = _laid_out(view.get(before), len(self._spans)).clone()
+        seen = _laid_out(view.get(before), len(self._places)).clone()
         _put(seen, change.keys, change, operand)
         for path, tensor in _exchanged(before, view.put(before, seen), ()):
             self._tensors[path] = tensor

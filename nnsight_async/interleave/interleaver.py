@@ -12,6 +12,7 @@ import torch
 from nnsight_async.errors import LocationError, ShapeError, SplitPromptError
 from nnsight_async.interleave.block import PATIENCE, BlockRun
 from nnsight_async.interleave.cache import Cache
+from nnsight_async.interleave.crews import Crews
 from nnsight_async.interleave.locations import LOGITS, SAMPLES, Kind, Location, expression
 from nnsight_async.interleave.modes import Modes
 from nnsight_async.interleave.order import Order
@@ -62,6 +63,7 @@ class Interleaver:
         self.waiting = self._make_waiting()
         self.sites = self.waiting.sites = Sites(root, self)
         self.turns = Turns(self)
+        self.crews = Crews(self)
         self._report = report
         self._aliases = aliases or {}
         self._events: dict[Location, Location] = {}
@@ -69,6 +71,7 @@ class Interleaver:
         self._stacked = False
         self._batch = Batch(0, False)
         self._spans: Mapping[BlockRun, Span] = {}
+        self._taken_over: dict[BlockRun, int] = {}
         self.limits = limits or Limits()
         self.differentiable: bool | None = None
         """Whether the values of this step are part of a graph; None where they never are."""
@@ -93,7 +96,7 @@ class Interleaver:
         """
         if self._present:
             self.end_step()
-        if spans:
+        if spans or self.crews:
             self.sites.stay()
         self._stacked = stacked
         self._batch, self._spans, self.modes = batch, spans, Modes.now()
@@ -106,6 +109,15 @@ class Interleaver:
                     self.collect(run, cache, -1)
                 self._begin(run, span)
         self.turns.wait()
+        self.crews.begin()
+
+    def take_over(self, spans: Mapping[BlockRun, Span], requests: Mapping[BlockRun, int]) -> None:
+        """In the middle of a step, runs leave their crew; `requests`: the numbers of theirs."""
+        self._spans = {**self._spans, **spans}
+        self._taken_over.update(requests)
+        for run, span in spans.items():
+            self._start(run, span)
+            self.turns.prepare(run)
 
     @property
     def looks(self) -> bool:
@@ -122,7 +134,9 @@ class Interleaver:
 
     def begin_sampling(self, spans: Mapping[BlockRun, Span], batch: Batch) -> None:
         """From here on, values have one row per request instead of one per token."""
-        self._batch, self._spans = batch, spans
+        taken_over = {run: Span(row, row + 1) for run, row in self._taken_over.items()}
+        self._batch, self._spans = batch, {**spans, **taken_over}
+        self.crews.begin_sampling()
 
     def fire(self, event: Location, value: Any) -> Any:
         """The forward pass is at `event` with `value`; returns what it goes on with."""
@@ -141,6 +155,7 @@ class Interleaver:
             if self._stacked:
                 value = self._written(slab, (), wrote)
                 slab = self._slab(value, event, rounds[0], before=slab)
+        self.crews.come(event, slab)
         value = self._let_visit(rounds[0], event, slab, wrote)
         for others in rounds[1:]:
             slab = self._slab(value, event, others, before=slab)
@@ -185,16 +200,20 @@ class Interleaver:
         for event in {*self.log.finish(), *self._collecting}:
             self.waiting.drop(event)
         self._collecting.clear()
+        self.crews.end_step()
         self.turns.settle()
         for run in self._present:
             self._settle(run)
             self._report(run)
+            self.crews.join(run)
         self._present = []
+        self._taken_over.clear()
         self.sites.settle()
 
     def end(self, run: BlockRun) -> None:
         """The request of `run` is over."""
         self.modes = Modes.now()
+        self.crews.leave(run)
         self.turns.forget()
         self.waiting.forget(run)
         run.end()
@@ -205,6 +224,7 @@ class Interleaver:
     def dismiss(self, run: BlockRun) -> None:
         """`run` is to do no more, though its request goes on. What it wrote is repeated if that is preempted."""
         self.modes = Modes.now()
+        self.crews.leave(run)
         self.waiting.forget(run)
         run.dismiss()
         self._report(run)
@@ -293,13 +313,16 @@ class Interleaver:
             run.look_ahead()
         if run.step < 0 and ((span.position and not run.rowwise) or span.position + span.rows < run.prompt_rows):
             run.fail(_split(run, span))
-        run.position = span.position + span.replayed + span.rows
-        self._present.append(run)
-        run.begin()
+        self._start(run, span)
         if run.planned is None:
             self.waiting.enlist(run)
         elif not run.finished:
             self.turns.begin(run)
+
+    def _start(self, run: BlockRun, span: Span) -> None:
+        run.position = span.position + span.replayed + span.rows
+        self._present.append(run)
+        run.begin()
 
     def _visit(self, run: BlockRun, visit: Visit) -> None:
         event = visit.event

@@ -12,7 +12,7 @@ from nnsight_async.interleave.bundle import IN_PLACE, Bundle, Odd, Operands
 from nnsight_async.interleave.plan import Change, Number, Read, Save, as_key
 from nnsight_async.interleave.refusals import not_computed
 from nnsight_async.interleave.saving import Entry, Saves, check, size, snapshot
-from nnsight_async.interleave.together import Piece
+from nnsight_async.interleave.together import Piece, Places
 from nnsight_async.interleave.visit import Visit
 
 if TYPE_CHECKING:
@@ -35,9 +35,16 @@ class PlannedSaves(Saves):
         self.begun: tuple[str, ...] = ()
         """Lists that were saved in this step."""
         self.ready: list[Entry] = []
+        self.last = 0
+        """Bytes that were saved in the step that was over last."""
         self._lists: dict[str, None] = {}
         """All lists, in the order in which they were saved."""
         self._appended = 0
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """The names of all lists, in the order in which they were saved."""
+        return tuple(self._lists)
 
     @property
     def left(self) -> int:
@@ -52,7 +59,8 @@ class PlannedSaves(Saves):
             self._lists[name] = None
         entries += begun + self.ready
         self.begun, self.items, self.ready = (), {}, []
-        self.spent, self._pending, self._appended = self.spent + self._pending + self._appended, 0, 0
+        self.last, self._pending, self._appended = self._pending + self._appended, 0, 0
+        self.spent += self.last
         self._check_budget(self.spent)
         return entries
 
@@ -84,6 +92,16 @@ class Turns:
 
     def begin(self, run: BlockRun) -> None:
         """A step of `run` begins."""
+        phase = self.prepare(run)
+        if phase.stages:
+            key = run.part, id(phase)
+            found = self._groups.get(key)
+            if found is None:
+                found = self._groups[key] = phase, []
+            found[1].append(run)
+
+    def prepare(self, run: BlockRun) -> Phase:
+        """Have `run` say where it stands in a step that begins; returns what it does there."""
         planned = run.planned
         assert planned is not None
         phase = planned.plan.phase(run.step)
@@ -93,12 +111,12 @@ class Turns:
             run.stood = []
         elif not run.stood:
             run.stood = [_place(run, planned.plan.line)]
-        if phase.stages:
-            key = run.part, id(phase)
-            found = self._groups.get(key)
-            if found is None:
-                found = self._groups[key] = phase, []
-            found[1].append(run)
+        return phase
+
+    def expect(self, stages: Iterable[Stage], runs: list[BlockRun]) -> None:
+        """Have runs of one part wait for stages, whose events are reported already."""
+        for stage in stages:
+            self._stages.setdefault(stage.event, {}).setdefault(runs[0].part, []).append((stage, runs))
 
     def wait(self) -> None:
         """All runs of the step have begun: have what they need reported."""
@@ -157,9 +175,10 @@ class Turns:
 
     def _together(self, stage: Stage, members: list[tuple[Span, BlockRun]], slab: Slab) -> None:
         spans, runs = [span for span, _ in members], [run for _, run in members]
-        bundle = Bundle(slab.value, slab.batch.rows, spans)
+        places = Places([span.start for span in spans], spans[0].rows)
+        bundle = Bundle(slab.value, slab.batch.rows, places)
         bundle.do(stage.deeds, partial(self._operand, (id(stage), spans[0].rows), runs))
-        taken = [_share(whole, len(runs)) for _, whole in bundle.saved]
+        taken = [share(whole, len(runs)) for _, whole in bundle.saved]
         wanted = sum(each for each, (save, _) in zip(taken, bundle.saved, strict=True) if not save.appends)
         if any(wanted > run.saves.left for run in runs):  # type: ignore[attr-defined]
             raise Odd
@@ -167,7 +186,7 @@ class Turns:
             self._write(stage.event, bundle, members, slab)
         for each, (save, whole) in zip(taken, bundle.saved, strict=True):
             for index, run in enumerate(runs):
-                run.saves.put(save, _piece(whole, index), each)  # type: ignore[attr-defined]
+                run.saves.put(save, piece(whole, index), each)  # type: ignore[attr-defined]
 
     def _operand(self, key: tuple[int, int], runs: list[BlockRun], index: int) -> tuple[torch.Tensor, bool]:
         operands = self._operands.get(key)
@@ -268,26 +287,27 @@ def _at(value: Any, keys: Iterable[Key]) -> Any:
     return value
 
 
-def _piece(whole: Any, index: int) -> Any:
+def piece(whole: Any, index: int) -> Any:
+    """What one run has of a value that all have together."""
     if isinstance(whole, torch.Tensor):
         return Piece(whole, index)
     if isinstance(whole, (list, tuple)):
         items: Any = whole
-        return type(whole)([_piece(item, index) for item in items])
+        return type(whole)([piece(item, index) for item in items])
     if isinstance(whole, dict):
         pairs: Any = whole
-        return {key: _piece(item, index) for key, item in pairs.items()}
+        return {key: piece(item, index) for key, item in pairs.items()}
     return whole
 
 
-def _share(whole: Any, runs: int) -> int:
+def share(whole: Any, runs: int) -> int:
     """The bytes that each run has of a value that all have together."""
     if isinstance(whole, torch.Tensor):
         return whole.nbytes // runs
     if isinstance(whole, (list, tuple)):
-        return sum(_share(item, runs) for item in cast("list[Any]", whole))
+        return sum(share(item, runs) for item in cast("list[Any]", whole))
     if isinstance(whole, dict):
-        return sum(_share(item, runs) for item in cast("dict[Any, Any]", whole).values())
+        return sum(share(item, runs) for item in cast("dict[Any, Any]", whole).values())
     return size(whole)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 SHORT = 8
 """Spans of up to this many rows are copied together."""
+
+SCATTERED = 8
+"""From this many places on, rows are looked up by their numbers."""
 
 Write = tuple[int, torch.Tensor]
 """Rows, and the row of the batch that the first is written to."""
@@ -34,29 +37,54 @@ def copies(tensor: torch.Tensor, spans: Sequence[Span]) -> dict[int, torch.Tenso
     with torch.inference_mode(False):
         found = {span.start: tensor[span.start : span.stop].clone() for span in spans if span.rows > SHORT}
         if short:
-            joined = torch.cat([tensor[start:stop] for start, stop in _ranges(short)])
+            joined = torch.cat(
+                [tensor[start:stop] for start, stop in _ranges((span.start, span.stop) for span in short)]
+            )
             pieces = torch.unsafe_split_with_sizes(joined, [span.rows for span in short])
             found.update(zip((span.start for span in short), pieces, strict=True))
     return found
 
 
-def gathered(tensor: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-    """A copy of the rows of ordered spans, one after the other."""
-    ranges = _ranges(spans)
-    if len(ranges) == 1:
-        start, stop = ranges[0]
-        return tensor[start:stop].clone()
-    return torch.cat([tensor[start:stop] for start, stop in ranges])
+class Places:
+    """Where the rows of several runs lie that have as many each: `starts` are their first rows, ascending."""
 
+    def __init__(self, starts: Sequence[int], rows: int = 1) -> None:
+        self.starts = starts
+        self.rows = rows
+        """Of each run."""
+        self._ranges = _ranges([(start, start + rows) for start in starts])
+        self._indices: torch.Tensor | None = None
 
-def _ranges(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """The rows of ordered spans, with neighbours joined."""
-    ranges: list[tuple[int, int]] = []
-    for span in spans:
-        if ranges and ranges[-1][1] == span.start:
-            ranges[-1] = (ranges[-1][0], span.stop)
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def gathered(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of their rows `[runs, rows, ...]`."""
+        if len(self._ranges) == 1:
+            start, stop = self._ranges[0]
+            found = tensor[start:stop].clone()
+        elif len(self._ranges) < SCATTERED or self.rows > SHORT:
+            found = torch.cat([tensor[start:stop] for start, stop in self._ranges])
         else:
-            ranges.append((span.start, span.stop))
+            found = tensor.index_select(0, self._on(tensor.device))
+        return found.view(len(self.starts), self.rows, *tensor.shape[1:])
+
+    def _on(self, device: torch.device) -> torch.Tensor:
+        """The numbers of all rows, on the device, without waiting for what it is at."""
+        if self._indices is None or self._indices.device != device:
+            rows = [row for start, stop in self._ranges for row in range(start, stop)]
+            self._indices = torch.tensor(rows, pin_memory=device.type != "cpu").to(device, non_blocking=True)
+        return self._indices
+
+
+def _ranges(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ordered rows `[start, stop)`, with neighbours joined."""
+    ranges: list[tuple[int, int]] = []
+    for start, stop in spans:
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], stop)
+        else:
+            ranges.append((start, stop))
     return ranges
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 if TYPE_CHECKING:
-    from nnsight_async.interleave.saving import Entry
+    from nnsight_async.runs.frames import Entry
 
 
 class Home:
@@ -18,9 +18,9 @@ class Home:
         self._may_change = may_change
         self._given: set[int] = set()
 
-    def __call__(self, entry: Entry) -> tuple[str, str, Any]:
-        inside = not isinstance(entry.value, torch.Tensor) and self._may_change
-        return entry.name, entry.operation, self._own(entry.value, inside)
+    def __call__(self, name: str, operation: str, value: Any) -> Entry:
+        inside = not isinstance(value, torch.Tensor) and self._may_change
+        return name, operation, self._own(value, inside)
 
     def _own(self, value: Any, copy: bool) -> Any:
         if isinstance(value, torch.Tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike, fspath
 from typing import Any, cast
 
@@ -12,6 +12,9 @@ import torch
 from nnsight_async.runs.packing import Flat, Kind, Unreadable, unpack
 
 Buffer = bytes | bytearray | memoryview
+
+Entry = tuple[str, str, Any]
+"""Name, operation and packed value."""
 
 MARK = 0
 """The key of a frame that is no run's: all that was sent before it has come. Its step numbers it."""
@@ -35,7 +38,7 @@ class Frame(msgspec.Struct, array_like=True):
 
     key: int
     step: int
-    entries: list[tuple[str, str, Any]] = []
+    entries: list[Entry] = []
     done: bool = False
     stopped: bool = False
     ended: bool = False
@@ -48,12 +51,39 @@ class Frame(msgspec.Struct, array_like=True):
     damaged: str = ""
 
 
+class Together(msgspec.Struct, array_like=True):
+    """Several runs at the end of a step that have saved the same: a frame of part 0 for each of `keys`.
+
+    Run `i` is at its step `bases[i] + steps`, and its frame has the number `numbers[i] + steps`. The entries are those
+    of the first; the tensors of the others follow in the same flat tensors. Each run's took `size` bytes of its budget.
+    """
+
+    keys: list[int]
+    bases: list[int]
+    numbers: list[int]
+    steps: int
+    entries: list[Entry]
+    size: int
+
+    def frame(self, index: int) -> Frame:
+        """That of a run, with no entries."""
+        frame = Frame(self.keys[index], self.bases[index] + self.steps)
+        frame.size, frame.number = self.size, self.numbers[index] + self.steps
+        return frame
+
+
 class Message(msgspec.Struct, array_like=True):
     """The frames of a step, what the flat tensors are that their entries refer to, and the inbox it is for."""
 
     kinds: list[Kind]
     frames: list[Frame]
     address: str = ""
+    together: list[Together] = []
+
+    @property
+    def every(self) -> list[Frame]:
+        """All frames, those that are together without entries."""
+        return [*self.frames, *(each.frame(index) for each in self.together for index in range(len(each.keys)))]
 
 
 def encode(message: Message, flats: Sequence[torch.Tensor]) -> list[Buffer]:
@@ -75,8 +105,17 @@ def decode(parts: Sequence[Buffer], address: str = "") -> list[Frame]:
         raise ValueError("a malformed message: it is for another engine")
     flats = [_flat(kind, part) for kind, part in zip(message.kinds, parts[1:], strict=False)]
     for frame in message.frames:
-        _rebuild(frame, flats)
-    return message.frames
+        _rebuild(frame, frame.entries, flats)
+    return [*message.frames, *(frame for each in message.together for frame in _apart(each, flats))]
+
+
+def _apart(together: Together, flats: Sequence[Flat | Unreadable]) -> Iterator[Frame]:
+    if not len(together.keys) == len(together.bases) == len(together.numbers):
+        raise ValueError("a malformed message: runs that are together, without their steps or numbers")
+    for index in range(len(together.keys)):
+        frame = together.frame(index)
+        _rebuild(frame, together.entries, flats, index)
+        yield frame
 
 
 def _flat(kind: Kind, part: Buffer) -> Flat | Unreadable:
@@ -86,9 +125,9 @@ def _flat(kind: Kind, part: Buffer) -> Flat | Unreadable:
         return Unreadable(str(error))
 
 
-def _rebuild(frame: Frame, flats: Sequence[Flat | Unreadable]) -> None:
+def _rebuild(frame: Frame, entries: list[Entry], flats: Sequence[Flat | Unreadable], index: int = 0) -> None:
     try:
-        frame.entries = [(name, operation, unpack(value, flats)) for name, operation, value in frame.entries]
+        frame.entries = [(name, operation, unpack(value, flats, index)) for name, operation, value in entries]
     except Exception as error:  # of whatever kind: it was not `pack` that made this
         frame.entries, frame.damaged = [], f"{type(error).__name__}: {error}"
 

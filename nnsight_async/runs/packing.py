@@ -27,6 +27,8 @@ class _Group:
     length: int = 0
     alike: bool = True
     """Whether all have that shape."""
+    given: bool = True
+    """Whether all were given away: nobody will change them."""
 
 
 class Tensors:
@@ -47,7 +49,7 @@ class Tensors:
             for (_, dtype, _), group in self._groups.items()
         ]
 
-    def add(self, tensor: torch.Tensor, shape: torch.Size | None = None) -> tuple[int, int]:
+    def add(self, tensor: torch.Tensor, shape: torch.Size | None = None, *, given: bool = False) -> tuple[int, int]:
         """Take a tensor in, or several of that shape; returns the number of its flat tensor and its offset there, in
         elements."""
         shape = tensor.shape if shape is None else shape
@@ -59,6 +61,7 @@ class Tensors:
             group = self._groups[key] = _Group(len(self._groups), shape)
         offset = group.length
         group.alike = group.alike and shape == group.shape
+        group.given = group.given and given
         group.tensors.append(tensor)
         group.length += tensor.numel()
         return group.number, offset
@@ -74,30 +77,34 @@ class Tensors:
         return number, offset + piece.number * length, shape
 
     def join(self) -> list[torch.Tensor]:
-        """The flat tensors, on their devices. All are copies: a block may go on to change what it saved."""
+        """The flat tensors, on their devices. A block may go on to change what it saved: that is copied."""
         with torch.inference_mode():
-            return [_flat(group.tensors).resolve_conj().resolve_neg() for group in self._groups.values()]
+            return [_flat(group).resolve_conj().resolve_neg() for group in self._groups.values()]
 
 
-def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
-    if len(tensors) == 1:
-        return tensors[0].reshape(-1).clone()
-    return _flatten_dense_tensors(tensors)  # a third of the time of `cat` on views (torch 2.11, 2.13)
+def _flat(group: _Group) -> torch.Tensor:
+    if len(group.tensors) == 1:
+        flat = group.tensors[0].reshape(-1)
+        return flat if group.given else flat.clone()
+    return _flatten_dense_tensors(group.tensors)  # a third of the time of `cat` on views (torch 2.11, 2.13)
 
 
-def pack(value: Any, tensors: Tensors) -> list[Any]:
-    """`value` as plain data, with its tensors in `tensors`; `SaveError` for one that cannot be sent."""
+def pack(value: Any, tensors: Tensors, *, together: bool = False) -> list[Any]:
+    """`value` as plain data, with its tensors in `tensors`; `SaveError` for one that cannot be sent.
+
+    `together`: what several runs have saved, each tensor with an item for each; what is returned is of the first run.
+    """
     if type(value) is Piece:
         return ["tensor", *tensors.add_piece(value)]
     if isinstance(value, torch.Tensor):
-        number, offset = tensors.add(value)
-        return ["tensor", number, offset, list(value.shape)]
+        shape = value.shape[1:] if together else value.shape
+        return ["tensor", *tensors.add(value, shape, given=together), list(shape)]
     if isinstance(value, (list, tuple)):
         tag = "list" if isinstance(value, list) else "tuple"
-        return [tag, [pack(item, tensors) for item in cast("list[Any]", value)]]
+        return [tag, [pack(item, tensors, together=together) for item in cast("list[Any]", value)]]
     if isinstance(value, dict):
         items = cast("dict[Any, Any]", value).items()
-        return ["dict", [[pack(key, tensors), pack(item, tensors)] for key, item in items]]
+        return ["dict", [[pack(key, tensors), pack(item, tensors, together=together)] for key, item in items]]
     return _pack_plain(value)
 
 
@@ -158,22 +165,25 @@ class Unreadable(NamedTuple):
         raise ValueError(self.reason)
 
 
-def unpack(packed: list[Any], flats: Sequence[Flat | Unreadable]) -> Any:
-    """The value again, with memory of its own. Raises any of several errors for what `pack` did not make."""
+def unpack(packed: list[Any], flats: Sequence[Flat | Unreadable], index: int = 0) -> Any:
+    """The value again, with memory of its own. Raises any of several errors for what `pack` did not make.
+
+    `index`: which of the runs whose value it is that have saved it together.
+    """
     tag = packed[0]
     if tag == "tensor":
         _, number, offset, shape = packed
-        return flats[number].piece(offset, shape)
+        return flats[number].piece(offset + index * math.prod(shape) if index else offset, shape)
     _, content = packed
     match tag:
         case "plain":
             return content
         case "list":
-            return [unpack(item, flats) for item in content]
+            return [unpack(item, flats, index) for item in content]
         case "tuple":
-            return tuple(unpack(item, flats) for item in content)
+            return tuple(unpack(item, flats, index) for item in content)
         case "dict":
-            return {unpack(key, flats): unpack(item, flats) for key, item in content}
+            return {unpack(key, flats): unpack(item, flats, index) for key, item in content}
         case "big":
             return int(content)
         case _:

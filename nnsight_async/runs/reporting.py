@@ -11,18 +11,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from nnsight_async.interleave.block import BlockRun
-    from nnsight_async.interleave.saving import Entry
+    from nnsight_async.runs.frames import Entry
 
-    Pack = Callable[[Entry], tuple[str, str, Any]]
+    Pack = Callable[[str, str, Any], Entry]
 
 
 def report(run: BlockRun, pack: Pack) -> Frame:
     """The next frame of `run`, with its entries as `pack` makes them. What cannot be packed ends the run."""
-    entries: list[tuple[str, str, Any]] = []
+    entries: list[Entry] = []
     spent = run.saves.spent
     if run.error is None:
         try:
-            entries = [pack(entry) for entry in run.saves.collect()]
+            entries = [pack(entry.name, entry.operation, entry.value) for entry in run.saves.collect()]
         except Exception as error:
             run.fail(error)
     failure = None

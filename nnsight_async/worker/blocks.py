@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nnsight_async.capture.load import load
@@ -56,6 +57,8 @@ class Blocks:
         self._scheduled: dict[BlockRun, int] = {}
         """All runs of a step, those whose block has ended too, and their rows in what is sampled from."""
         self._requests = 0
+        self._going = False
+        """Whether a block has part in the step."""
         self.steps = 0
         """Forward passes that had a block."""
         self.planned = 0
@@ -64,7 +67,10 @@ class Blocks:
     @property
     def runs(self) -> list[BlockRun]:
         """Those that have state here."""
-        return [run for runs in self._runs.values() for run in runs]
+        found = [run for runs in self._runs.values() for run in runs]
+        for run in found:
+            self.interleaver.crews.leave(run)
+        return found
 
     @property
     def idle(self) -> bool:
@@ -113,36 +119,44 @@ class Blocks:
 
     def begin_step(self, step: Composition) -> None:
         """The forward pass over `step` is about to run."""
+        if self.interleaver.crews:  # nothing was drawn in the last one
+            self.interleaver.end_step()
         self._scheduled.clear()
+        self._going = False
         if not self._runs:
             return
         spans: dict[BlockRun, Span] = {}
         self._rows.clear()
-        count = len(step.requests)
-        starts, computed = list(map(int, step.starts[: count + 1])), list(map(int, step.computed[:count]))
+        count, crews = len(step.requests), self.interleaver.crews
+        starts, computed = _numbers(step.starts, count + 1), _numbers(step.computed, count)
         stacked = False
+        crews.retire()
         for index, request in enumerate(step.requests):
             runs = self._runs.get(request, ())
             stacked = stacked or len(runs) > 1
             for run in runs:
+                start, stop, position = starts[index], starts[index + 1], computed[index]
+                if run.crew is not None and run.crew.takes(run, index, start, stop - start, position):
+                    continue
                 self._scheduled[run] = index
                 if not run.over or self.interleaver.remembers(run):
-                    span = _span(run, starts[index], starts[index + 1], computed[index])
+                    span = _span(run, start, stop, position)
                     if span.replayed or not run.over:
                         spans[run] = span
                         self._rows[run] = index
         self._requests = count
-        if spans:
+        self._going = bool(spans or crews)
+        if self._going:
             self.interleaver.begin_step(spans, Batch(step.rows, self._requests > 1), stacked=stacked)
 
     def pad(self, rows: int) -> None:
         """The forward pass that has begun is over `rows` in all, padding included."""
-        if self._rows:
+        if self._going:
             self.interleaver.pad(rows)
 
     def begin_sampling(self) -> None:
         """The hidden states of the last tokens are about to become logits: one row per request."""
-        if self._rows and self.interleaver.waiting:  # for the logits, the samples, or a module that makes the logits
+        if self._going and self.interleaver.waiting:  # for the logits, the samples, or a module that makes the logits
             spans = {run: Span(row, row + 1) for run, row in self._rows.items()}
             self.interleaver.begin_sampling(spans, Batch(self._requests, self._requests > 1))
 
@@ -156,7 +170,8 @@ class Blocks:
         return self._fire(SAMPLES, samples)
 
     def end_step(self) -> None:
-        if self._rows:
+        if self._going:
+            self._going = False
             self.steps += 1
             self.interleaver.end_step()
             stopped = [run.key for run in self._rows if run.stopped]
@@ -237,6 +252,11 @@ class Blocks:
                         self.interleaver.end(run)
                 self._outbox.flush()
                 self._recycling.part(request, runs)
+
+
+def _numbers(found: Any, count: int) -> Sequence[int]:
+    """The first `count`, as Python's."""
+    return found[:count].tolist() if isinstance(found, np.ndarray) else found[:count]
 
 
 def make_drawable(logits: torch.Tensor, rows: Iterable[int]) -> None:

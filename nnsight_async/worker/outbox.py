@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnsight_async.errors import SaveError
 from nnsight_async.runs import failures, frames
-from nnsight_async.runs.frames import MARK, Frame, Message
+from nnsight_async.runs.frames import MARK, Frame, Message, Together
 from nnsight_async.runs.packing import Tensors, pack
 from nnsight_async.runs.reporting import report
 from nnsight_async.worker.sender import Sender
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from nnsight_async.interleave.block import BlockRun
-    from nnsight_async.interleave.saving import Entry
+    from nnsight_async.interleave.crews import Crew
 
     Parcel = tuple[Message, list[torch.Tensor], torch.cuda.Event | None]
 
@@ -27,12 +27,13 @@ log = logging.getLogger(__name__)
 
 
 class Outbox:
-    """Sends one message per step. The model's thread only starts copies and enqueues."""
+    """Sends one message per step. The model's thread only gathers and enqueues."""
 
     def __init__(self, address: str, device: torch.device) -> None:
         self._address = address
         self._staging = Staging(device)
         self._frames: list[Frame] = []
+        self._together: list[Together] = []
         self._tensors = Tensors()
         self._queue: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, name="nnsight-outbox", daemon=True)
@@ -42,6 +43,16 @@ class Outbox:
         """Take what `run` has to say at the end of a step."""
         self._frames.append(report(run, self._packed))
 
+    def report_together(self, crew: Crew) -> None:
+        """Take what the runs of a crew have to say at the end of a step."""
+        found = Together(crew.keys, crew.bases, crew.numbers, crew.steps, [], crew.each)
+        try:
+            found.entries = [self._packed(*entry, together=True) for entry in crew.entries()]
+        except SaveError as error:
+            self._frames += _without_values(Message([], [], together=[found]), error).frames
+        else:
+            self._together.append(found)
+
     def say(self, key: int, part: int, error: Exception | None) -> None:
         """Tell the run that a part of it that is no block has done what it had to, or that it failed."""
         failure = None if error is None else failures.pack(error, "before step 0 of the run")
@@ -49,36 +60,45 @@ class Outbox:
 
     def flush(self) -> None:
         """The step is over: let the other thread send what was taken."""
-        if not self._frames:
+        if not self._frames and not self._together:
             return
-        message = Message(self._tensors.kinds, self._frames, self._address)
+        message = Message(self._tensors.kinds, self._frames, self._address, self._together)
         try:
-            flats, copied = self._staging.start(self._tensors.join())
+            flats = self._tensors.join()
+            made = self._staging.mark()
         except Exception as error:  # out of memory: these runs end, the engine goes on
-            message, flats, copied = _without_values(message, error), [], None
-        self._frames, self._tensors = [], Tensors()
-        self._queue.put((message, flats, copied))
+            message, flats, made = _without_values(message, error), [], None
+        self._frames, self._together, self._tensors = [], [], Tensors()
+        self._queue.put((message, flats, made))
 
     def mark(self, address: str, number: int) -> None:
         """Send a mark behind all that was reported; from now on, send to `address`."""
         self._address = address
         self._queue.put((Message([], [Frame(MARK, number)], address), [], None))
 
-    def _packed(self, entry: Entry) -> tuple[str, str, Any]:
+    def _packed(self, name: str, operation: str, value: Any, *, together: bool = False) -> frames.Entry:
         try:
-            return entry.name, entry.operation, pack(entry.value, self._tensors)
+            return name, operation, pack(value, self._tensors, together=together)
         except Exception as error:
-            raise SaveError(f"what was saved as {entry.name!r} cannot be sent: {error}") from None
+            raise SaveError(f"what was saved as {name!r} cannot be sent: {error}") from None
 
     def close(self) -> None:
         self._queue.put(None)
         self._thread.join(timeout=5)
 
+    def _encoded(
+        self, message: Message, flats: list[torch.Tensor], made: torch.cuda.Event | None
+    ) -> list[frames.Buffer]:
+        try:
+            return frames.encode(message, self._staging.fetch(flats, made))
+        except Exception as error:
+            return frames.encode(_without_values(message, error), [])
+
     def _send_all(self) -> None:
         sender = Sender()
         while (parcel := self._queue.get()) is not None:
             try:
-                sender.send(parcel[0].address, _encoded(*parcel))
+                sender.send(parcel[0].address, self._encoded(*parcel))
             except Exception:  # the client will miss it
                 log.exception("a message of saved values could not be sent")
         sender.close()
@@ -93,6 +113,16 @@ class NoOutbox(Outbox):
     def report(self, run: BlockRun) -> None:
         pass
 
+    def report_together(self, crew: Crew) -> None:
+        """Take what the runs of a crew have to say at the end of a step."""
+        found = Together(crew.keys, crew.bases, crew.numbers, crew.steps, [], crew.each)
+        try:
+            found.entries = [self._packed(*entry, together=True) for entry in crew.entries()]
+        except SaveError as error:
+            self._frames += _without_values(Message([], [], together=[found]), error).frames
+        else:
+            self._together.append(found)
+
     def say(self, key: int, part: int, error: Exception | None) -> None:
         pass
 
@@ -106,18 +136,10 @@ class NoOutbox(Outbox):
         pass
 
 
-def _encoded(message: Message, flats: list[torch.Tensor], copied: torch.cuda.Event | None) -> list[frames.Buffer]:
-    try:
-        if copied is not None:
-            copied.synchronize()
-        return frames.encode(message, flats)
-    except Exception as error:
-        return frames.encode(_without_values(message, error), [])
-
-
 def _without_values(message: Message, error: Exception) -> Message:
     failure = SaveError(f"what was saved in this step cannot be sent: {error}")
-    for frame in message.frames:
+    found = message.every
+    for frame in found:
         frame.entries, frame.done = [], True
         frame.error = frame.error or failures.pack(failure, f"in step {max(frame.step, 0)} of the run")
-    return Message([], message.frames, message.address)
+    return Message([], found, message.address)

@@ -135,9 +135,9 @@ class StagedBlocks(Blocks):
             super().end_step()
             self.interleaver.speak()
             self._outbox.flush()
-        elif self._rows:
+        elif self._going:
+            self._going = False
             self.steps += 1
-            self._rows.clear()
 
     def _of(self, requests: Iterable[str]) -> list[BlockRun]:
         return [run for request in requests for run in self._runs.get(request, ())]

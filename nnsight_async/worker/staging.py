@@ -8,27 +8,36 @@ import torch
 
 
 class Staging:
-    """Starts copies on a side stream; on the CPU there is nothing to do."""
+    """Copies on a side stream, from a thread of its own; on the CPU there is nothing to do."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-        """Host tensors that are being filled with `tensors`, and the event after which they are full."""
+    def mark(self) -> torch.cuda.Event | None:
+        """Called on the model's thread: when what it has made so far is there."""
         if self._stream is None:
-            return list(tensors), None
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), torch.inference_mode():
-            hosts = [self._copy(tensor) for tensor in tensors]
-            event = torch.cuda.Event()
-            event.record()
-        return hosts, event
+            return None
+        made = torch.cuda.Event()
+        made.record()
+        return made
 
-    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.device.type != "cuda":
-            return tensor
-        assert self._stream is not None
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self._stream)
-        return host
+    @torch.inference_mode()
+    def fetch(self, tensors: Sequence[torch.Tensor], made: torch.cuda.Event | None) -> list[torch.Tensor]:
+        """Host tensors that hold what `tensors` do, after `made`. The caller keeps `tensors` until this returns: then
+        their memory is read no more."""
+        if self._stream is None or made is None:
+            return list(tensors)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(made)
+            hosts = [_host(tensor) for tensor in tensors]
+            copied = torch.cuda.Event(blocking=True)  # one that is polled is in the way of the model's thread
+            copied.record()
+        copied.synchronize()
+        return hosts
+
+
+def _host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -223,6 +223,8 @@ class BlockWorker:
         interleaver = group.interleaver(
             model, order_of(manifest), self.nnsight_outbox.report, view, aliases_of(manifest), limits
         )
+        if interleaver.plans:
+            interleaver.crews.report = self.nnsight_outbox.report_together
         cache = self.vllm_config.cache_config  # type: ignore[attr-defined]
         recycling = Recycling(model, cache.num_gpu_blocks, cache.block_size)
         keep_warnings()

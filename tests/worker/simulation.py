@@ -14,7 +14,7 @@ from nnsight_async.capture.function import from_function
 from nnsight_async.interleave.interleaver import Interleaver, Limits
 from nnsight_async.runs import frames
 from nnsight_async.runs.edit import Installed
-from nnsight_async.runs.frames import Frame, Message
+from nnsight_async.runs.frames import Frame, Message, Together
 from nnsight_async.runs.packing import Tensors
 from nnsight_async.runs.request import Request
 from nnsight_async.runs.run import Run
@@ -35,14 +35,19 @@ class Letters(Outbox):
 
     def __init__(self) -> None:
         self._frames: list[Frame] = []
+        self._together: list[Together] = []
         self._tensors = Tensors()
+        self.together = 0
+        """How many steps of runs were reported with those of others."""
         self.waiting: list[Frame] = []
 
     def flush(self) -> None:
-        if self._frames:
-            parts = frames.encode(Message(self._tensors.kinds, self._frames), self._tensors.join())
+        if self._frames or self._together:
+            message = Message(self._tensors.kinds, self._frames, together=self._together)
+            parts = frames.encode(message, self._tensors.join())
             self.waiting += frames.decode([bytes(part) for part in parts])
-        self._frames, self._tensors = [], Tensors()
+        self.together += sum(len(each.keys) for each in self._together)
+        self._frames, self._together, self._tensors = [], [], Tensors()
 
     def take(self) -> list[Frame]:
         taken, self.waiting = self.waiting, []
@@ -104,6 +109,7 @@ class Simulation:
         interleaver = make(
             self.model, order_of(manifest), self.letters.report, view, aliases_of(manifest), Limits(VOCABULARY, 256)
         )
+        interleaver.crews.report = self.letters.report_together if interleaver.plans else None
         return kind(interleaver, self.letters, torch.device("cpu"), NoCache(), NoAdapters())  # type: ignore[arg-type]
 
     def _dummy(self) -> None:
