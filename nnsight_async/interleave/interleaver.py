@@ -124,6 +124,11 @@ class Interleaver:
         """Whether something is wanted of the model's own forward pass."""
         return not all(map(self.order.late, self.waiting))
 
+    @property
+    def calls(self) -> bool:
+        """Whether blocks run in this forward pass, which may call modules."""
+        return not self.plans or any(self.waiting.values())
+
     def pad(self, rows: int) -> None:
         """The forward pass is over `rows` in all."""
         self._batch.rows = rows

@@ -101,9 +101,12 @@ class Graphs:
         if not self._looking:
             plain.replay()
             return
+        self.interleaver.share()
+        if not self.interleaver.calls:
+            self._stopping[shape].replay()
+            return
         from vllm.forward_context import set_forward_context
 
-        self.interleaver.share()
         with set_forward_context(None, self._runner.vllm_config, num_tokens=shape.num_tokens, skip_compiled=True):
             self._stopping[shape].replay()
 
