@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from nnsight_async.interleave.bundle import Bundle, Odd
 from nnsight_async.interleave.plan import Read, Save
 from nnsight_async.interleave.planned import PlannedSaves, piece, share
-from nnsight_async.interleave.rows import Span
+from nnsight_async.interleave.rows import Slab, Span
 from nnsight_async.interleave.together import Places
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nnsight_async.interleave.interleaver import Interleaver
     from nnsight_async.interleave.locations import Location
     from nnsight_async.interleave.plan import Phase, Stage
-    from nnsight_async.interleave.rows import Slab
+    from nnsight_async.interleave.rows import Batch
 
 FOREVER = 1 << 60
 
@@ -134,11 +134,11 @@ class Crew:
         """The numbers of their requests in the step."""
         return dict(zip(self.runs, self._requests, strict=True))
 
-    def do(self, stage: Stage, slab: Slab) -> None:
+    def do(self, stage: Stage, value: Any, rows: int) -> None:
         """What a stage waits for passes; raises anything where it cannot be done for all together."""
         if self._rows != self._places.starts:
             self._places = Places(self._rows)
-        bundle = Bundle(slab.value, slab.batch.rows, self._places)
+        bundle = Bundle(value, rows, self._places)
         bundle.do(stage.deeds, _no_operand)
         self.came.append((stage, bundle.saved))
         if len(self.came) == len(self.phase.stages) and self._taken != self.each:
@@ -175,7 +175,7 @@ class Crews:
     def __init__(self, interleaver: Interleaver) -> None:
         self._interleaver = interleaver
         self._crews: dict[int, Crew] = {}
-        self._waiting: dict[Location, list[tuple[Crew, Stage]]] = {}
+        self.waiting: dict[Location, list[tuple[Crew, Stage]]] = {}
         self.report: ReportTogether | None = None
 
     def __bool__(self) -> bool:
@@ -196,28 +196,28 @@ class Crews:
             elif crew.runs:
                 for stage in crew.phase.stages:
                     self._interleaver.waiting.want(stage.event)
-                    self._waiting.setdefault(stage.event, []).append((crew, stage))
+                    self.waiting.setdefault(stage.event, []).append((crew, stage))
 
     def begin_sampling(self) -> None:
         for crew in self._crews.values():
             crew.begin_sampling()
 
-    def come(self, event: Location, slab: Slab) -> None:
+    def come(self, event: Location, value: Any, batch: Batch) -> None:
         """What some crews wait for passes."""
-        for crew, stage in self._waiting.pop(event, ()):
+        for crew, stage in self.waiting.pop(event, ()):
             if not crew.runs:  # it was disbanded
                 continue
             try:
-                crew.do(stage, slab)
+                crew.do(stage, value, batch.rows)
             except Exception:  # of whatever kind: each run does alone what it can
-                self._disband(crew, stage, slab)
+                self._disband(crew, stage, Slab(value, batch, event, ()))
 
     def end_step(self) -> None:
         """Report what was saved; who still waits does so for nothing."""
-        for crew, _ in chain.from_iterable(self._waiting.values()):
+        for crew, _ in chain.from_iterable(self.waiting.values()):
             if crew.runs:
                 self._disband(crew)
-        self._waiting.clear()
+        self.waiting.clear()
         for crew in self._crews.values():
             if crew.runs:
                 assert self.report is not None

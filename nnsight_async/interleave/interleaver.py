@@ -99,7 +99,9 @@ class Interleaver:
         if spans or self.crews:
             self.sites.stay()
         self._stacked = stacked
-        self._batch, self._spans, self.modes = batch, spans, Modes.now()
+        self._batch, self._spans = batch, spans
+        if spans:
+            self.modes = Modes.now()
         for run, span in spans.items():
             if span.replayed:
                 for event in self.log.replay(run, span):
@@ -113,6 +115,7 @@ class Interleaver:
 
     def take_over(self, spans: Mapping[BlockRun, Span], requests: Mapping[BlockRun, int]) -> None:
         """In the middle of a step, runs leave their crew; `requests`: the numbers of theirs."""
+        self.modes = Modes.now()
         self._spans = {**self._spans, **spans}
         self._taken_over.update(requests)
         for run, span in spans.items():
@@ -147,6 +150,10 @@ class Interleaver:
         """The forward pass is at `event` with `value`; returns what it goes on with."""
         if self.running:
             return value
+        if event in self.crews.waiting and self._for_crews(event):
+            self.waiting.leave(event)
+            self.crews.come(event, value, self._batch)
+            return value
         self.modes = Modes.now()
         runs = self.waiting.leave(event)
         replaying = self.log.replaying(event)
@@ -160,7 +167,7 @@ class Interleaver:
             if self._stacked:
                 value = self._written(slab, (), wrote)
                 slab = self._slab(value, event, rounds[0], before=slab)
-        self.crews.come(event, slab)
+        self.crews.come(event, slab.value, self._batch)
         value = self._let_visit(rounds[0], event, slab, wrote)
         for others in rounds[1:]:
             slab = self._slab(value, event, others, before=slab)
@@ -171,6 +178,11 @@ class Interleaver:
         if collecting or replaying:
             self.waiting.want(event)
         return value
+
+    def _for_crews(self, event: Location) -> bool:
+        """Whether nobody else waits for `event`."""
+        others = self.waiting[event], self.turns.waiting.get(event), self.log.replaying(event)
+        return not any(others) and event not in self._collecting
 
     def _slab(self, value: Any, event: Location, runs: Iterable[BlockRun], *, before: Slab | None = None) -> Slab:
         return self.setting.slab(value, self._batch, event, [self._spans[run] for run in runs], before=before)
@@ -201,7 +213,8 @@ class Interleaver:
 
     def end_step(self) -> None:
         """The forward pass and the sampling are over."""
-        self.modes = Modes.now()
+        if self._present:
+            self.modes = Modes.now()
         for event in {*self.log.finish(), *self._collecting}:
             self.waiting.drop(event)
         self._collecting.clear()

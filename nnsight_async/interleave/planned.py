@@ -84,8 +84,8 @@ class Turns:
     def __init__(self, interleaver: Interleaver) -> None:
         self._interleaver = interleaver
         self._groups: dict[tuple[int, int], tuple[Phase, list[BlockRun]]] = {}
-        self._stages: dict[Location, dict[int, list[Waiting]]] = {}
-        """By the part of their requests: what an earlier one has written, a later one sees."""
+        self.waiting: dict[Location, dict[int, list[Waiting]]] = {}
+        """What is to be done where, by the part of the requests: what an earlier one has written, a later one sees."""
         self._operands: dict[tuple[int, int], Operands] = {}
         self._before: dict[tuple[int, int], Operands] = {}
         """Those of the step before, which has mostly had the same runs."""
@@ -116,19 +116,19 @@ class Turns:
     def expect(self, stages: Iterable[Stage], runs: list[BlockRun]) -> None:
         """Have runs of one part wait for stages, whose events are reported already."""
         for stage in stages:
-            self._stages.setdefault(stage.event, {}).setdefault(runs[0].part, []).append((stage, runs))
+            self.waiting.setdefault(stage.event, {}).setdefault(runs[0].part, []).append((stage, runs))
 
     def wait(self) -> None:
         """All runs of the step have begun: have what they need reported."""
         for (part, _), (phase, runs) in sorted(self._groups.items(), key=_part):
             for stage in phase.stages:
                 self._interleaver.waiting.want(stage.event)
-                self._stages.setdefault(stage.event, {}).setdefault(part, []).append((stage, runs))
+                self.waiting.setdefault(stage.event, {}).setdefault(part, []).append((stage, runs))
         self._groups.clear()
 
     def rounds(self, event: Location) -> Iterable[list[Waiting]]:
         """Those who wait for what passes: one round after the other."""
-        return self._stages.pop(event, {}).values()
+        return self.waiting.pop(event, {}).values()
 
     def come(self, waiting: list[Waiting], slab: Slab, spans: Mapping[BlockRun, Span]) -> list[BlockRun]:
         """What was waited for passes; returns the runs that have written something."""
@@ -143,7 +143,7 @@ class Turns:
 
     def settle(self) -> None:
         """The step is over: what has not come does not come any more."""
-        for event, rounds in self._stages.items():
+        for event, rounds in self.waiting.items():
             self._interleaver.waiting.drop(event)
             for stage, runs in chain.from_iterable(rounds.values()):
                 for run in runs:
@@ -151,7 +151,7 @@ class Turns:
                         first = next(deed for deed in stage.deeds if isinstance(deed, Read))
                         run.asked = first.asked
                         _fail(run, first.line, not_computed(run))
-        self._stages.clear()
+        self.waiting.clear()
         self._before, self._operands = self._operands, {}
 
     def forget(self) -> None:

@@ -78,15 +78,18 @@ class Tensors:
 
     def join(self) -> list[torch.Tensor]:
         """The flat tensors, on their devices. A block may go on to change what it saved: that is copied."""
-        with torch.inference_mode():
-            return [_flat(group).resolve_conj().resolve_neg() for group in self._groups.values()]
+        return [_flat(group) for group in self._groups.values()]
 
 
 def _flat(group: _Group) -> torch.Tensor:
-    if len(group.tensors) == 1:
-        flat = group.tensors[0].reshape(-1)
-        return flat if group.given else flat.clone()
-    return _flatten_dense_tensors(group.tensors)  # a third of the time of `cat` on views (torch 2.11, 2.13)
+    if group.given and len(group.tensors) == 1:
+        return group.tensors[0].reshape(-1).resolve_conj().resolve_neg()
+    with torch.inference_mode():
+        if len(group.tensors) == 1:
+            flat = group.tensors[0].reshape(-1).clone()
+        else:
+            flat = _flatten_dense_tensors(group.tensors)  # a third of the time of `cat` on views (torch 2.11, 2.13)
+        return flat.resolve_conj().resolve_neg()
 
 
 def pack(value: Any, tensors: Tensors, *, together: bool = False) -> list[Any]:
