@@ -132,6 +132,11 @@ class Interleaver:
         """Whether blocks run in this forward pass, which may call modules."""
         return not self.plans or any(self.waiting.values())
 
+    @property
+    def only_reads(self) -> bool:
+        """Whether what is done in this forward pass can be done after it."""
+        return not (self.calls or self.log.replays_now or self._collecting or self.turns.changes)
+
     def pad(self, rows: int) -> None:
         """The forward pass is over `rows` in all."""
         self._batch.rows = rows

@@ -126,6 +126,12 @@ class Turns:
                 self.waiting.setdefault(stage.event, {}).setdefault(part, []).append((stage, runs))
         self._groups.clear()
 
+    @property
+    def changes(self) -> bool:
+        """Whether anything that is waited for is to be changed."""
+        waiting = chain.from_iterable(rounds.values() for rounds in self.waiting.values())
+        return any(isinstance(deed, Change) for stage, _ in chain.from_iterable(waiting) for deed in stage.deeds)
+
     def rounds(self, event: Location) -> Iterable[list[Waiting]]:
         """Those who wait for what passes: one round after the other."""
         return self.waiting.pop(event, {}).values()

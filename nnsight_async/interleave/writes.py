@@ -58,6 +58,11 @@ class WriteLog:
             self._events.setdefault(event, []).append(run)
         return events
 
+    @property
+    def replays_now(self) -> bool:
+        """Whether something is repeated in this step."""
+        return bool(self._events)
+
     def holds(self, run: BlockRun) -> bool:
         """Whether `run` has written anything that would have to be repeated."""
         return run in self._writes

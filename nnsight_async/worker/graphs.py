@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nnsight_async.errors import UnsupportedError
+from nnsight_async.worker.copies import Copies
 from nnsight_async.worker.entries import around, require
 from nnsight_async.worker.forms import use_kernels
 from nnsight_async.worker.stops import Stops
@@ -43,6 +44,8 @@ class Graphs:
         self._looking = False
         """Whether a block looks into the forward pass of this step."""
         self._stopping: dict[Any, Any] = {}
+        self._copying: dict[Any, Any] = {}
+        self._copies: Copies | None = None
         self._manager = runner.cudagraph_manager
         use_kernels(runner.model, runner.vllm_config)
         around(self._manager, "dispatch", self._dispatch)
@@ -77,24 +80,32 @@ class Graphs:
 
     def record(self, taps: Iterable[Location]) -> None:
         """Record graphs of decode steps that stop at `taps`, beside those that vLLM has recorded of the same sizes."""
+        taps = tuple(taps)
+        self._stopping = self._capture(Stops(self.interleaver, taps))
+        if self.interleaver.plans:
+            rows = max((shape.num_tokens for shape in self._stopping), default=0)
+            self._copies = Copies(self.interleaver, taps, rows)
+            self._copying = self._capture(self._copies)
+        graphs = self._manager.graphs
+        for shape in self._stopping:
+            graphs[shape] = _Either(self, shape, graphs[shape])
+
+    def _capture(self, reported: Stops | Copies) -> dict[Any, Any]:
+        """Graphs of decode steps by their shapes, in which modules report to that."""
         from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-        stops, found = Stops(self.interleaver, taps), dict[Any, Any]()
-        capture = CudaGraphManager.capture
+        found, capture = dict[Any, Any](), CudaGraphManager.capture
 
         def record(_: Any, forwards: Any, *more: Any) -> None:
-            found.update(self._recorded(forwards, stops))
+            found.update(self._recorded(forwards, reported))
 
         CudaGraphManager.capture = record  # type: ignore[method-assign]
         try:
-            with self.eager(), stops.reported():
+            with self.eager(), reported.reported():
                 self._runner.capture_model()
         finally:
             CudaGraphManager.capture = capture  # type: ignore[method-assign]
-        graphs = self._manager.graphs
-        for shape in found:
-            graphs[shape] = _Either(self, shape, graphs[shape])
-        self._stopping = found
+        return found
 
     def replay(self, shape: Any, plain: Any) -> None:
         """Replay the graph of this shape that the step wants; `plain` is vLLM's."""
@@ -102,6 +113,10 @@ class Graphs:
             plain.replay()
             return
         self.interleaver.share()
+        if self._copies is not None and self._only_reads(self._copies):
+            self._copying[shape].replay()
+            self._copies.pass_on(shape.num_tokens)
+            return
         if not self.interleaver.calls:
             self._stopping[shape].replay()
             return
@@ -109,6 +124,13 @@ class Graphs:
 
         with set_forward_context(None, self._runner.vllm_config, num_tokens=shape.num_tokens, skip_compiled=True):
             self._stopping[shape].replay()
+
+    def _only_reads(self, copies: Copies) -> bool:
+        """Whether nothing is done in the model's own forward pass of this step but reading what graphs have copied."""
+        interleaver = self.interleaver
+        return interleaver.only_reads and copies.serves(
+            [event for event in interleaver.waiting if not interleaver.order.late(event)]
+        )
 
     def _dispatch(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
         def entered(requests: int, tokens: int, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +155,7 @@ class Graphs:
             get_forward_context().skip_compiled = True
 
     @torch.inference_mode()
-    def _recorded(self, forwards: Callable[..., Callable[..., None]], stops: Stops) -> dict[Any, Any]:
+    def _recorded(self, forwards: Callable[..., Callable[..., None]], reported: Stops | Copies) -> dict[Any, Any]:
         from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
         from vllm.compilation.cudagraph_pool import capture_pool
         from vllm.config.compilation import CUDAGraphMode
@@ -145,8 +167,9 @@ class Graphs:
             for shape in manager._capture_descs.get(CUDAGraphMode.FULL, ()):
                 if shape.num_ubatches > 1:
                     continue
-                stops.begin(shape.num_tokens)
+                reported.begin(shape.num_tokens)
                 forwards(shape, warmup=True)(CUDAGraphMode.FULL)  # that mode keeps the attention inside of the graphs
+                reported.warm()
                 forward = forwards(shape, warmup=False)
                 get_offloader().sync_prev_onload()
                 with (

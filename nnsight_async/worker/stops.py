@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,25 +40,20 @@ class Stops:
     @contextmanager
     def reported(self) -> Generator[None]:
         """Have modules report to what is being recorded, at the taps, and at the ends of calls whose entry is one."""
-        listener, sites = self._interleaver, self._interleaver.sites
-        events = {*self._taps, *(_end(tap) for tap in self._taps if tap.at_entry)}
-        self._recording, listener.fire, listener.refuse = True, self._report, _raise  # type: ignore[method-assign]
-        for event in events:
-            dict.__setitem__(listener.waiting, event, [])
-            sites.want(event)
+        self._recording = True
         try:
-            yield
+            with reporting(self._interleaver, {*self._taps, *map(_end, filter(_at_entry, self._taps))}, self._report):
+                yield
         finally:
-            for event in events:
-                dict.__delitem__(listener.waiting, event)
-                sites.release(event)
-            del listener.fire, listener.refuse
             self._recording = False
             self._open.clear()
 
     def begin(self, rows: int) -> None:
         """What is recorded next is a pass over so many rows, on the stream that is current."""
         self._rows, self._stream = rows, torch.cuda.current_stream()
+
+    def warm(self) -> None:
+        """What comes next is the pass that is recorded."""
 
     def _report(self, event: Location, value: Any) -> Any:
         """A value passes while graphs are recorded; returns what the pass goes on with."""
@@ -92,7 +87,7 @@ class Stops:
                 opened.append((path, given, given.clone()))
                 return given
 
-            value = _each(value, noise)
+            value = each_tensor(value, noise)
             self._open[_end(event)].append(opened)
         elif self._open[event]:
             entry = event._replace(kind="inputs")
@@ -115,13 +110,13 @@ class Stops:
             if tensor.ndim:
                 self._by_rows[event, path].add(tensor.shape[0] == self._rows)
         copies: dict[Path, torch.Tensor] = {}
-        copied = _each(
+        copied = each_tensor(
             value, lambda path, tensor: copies.setdefault(path, tensor.clone()) if self._has_rows(tensor) else tensor
         )
         if event.at_entry:
             written = [path for path in copies if (event, path) in self._written]
             self._open[_end(event)].append([(path, _at(value, path), copies[path]) for path in written])
-        passing = _each(value, lambda _, tensor: _weak(tensor))
+        passing = each_tensor(value, lambda _, tensor: _weak(tensor))
         going_on = {path: _weak(copy) for path, copy in copies.items()}
         interrupt(lambda: self._pass(event, passing, going_on))
         return copied
@@ -143,6 +138,28 @@ class Stops:
             # At an entry, blocks may also have written in place, for all who hold the argument.
             if event.at_entry or new is not _at(value, path):
                 target.copy_(new)
+
+
+@contextmanager
+def reporting(
+    listener: Interleaver, events: Collection[Location], report: Callable[[Location, Any], Any]
+) -> Generator[None]:
+    """Have what passes at `events` go to `report`, and to no block."""
+    listener.fire, listener.refuse = report, _raise  # type: ignore[method-assign]
+    for event in events:
+        dict.__setitem__(listener.waiting, event, [])
+        listener.sites.want(event)
+    try:
+        yield
+    finally:
+        for event in events:
+            dict.__delitem__(listener.waiting, event)
+            listener.sites.release(event)
+        del listener.fire, listener.refuse
+
+
+def _at_entry(tap: Location) -> bool:
+    return tap.at_entry
 
 
 def _end(entry: Location) -> Location:
@@ -167,7 +184,7 @@ def _same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _tensors(value: Any) -> list[tuple[Path, torch.Tensor]]:
     found: list[tuple[Path, torch.Tensor]] = []
-    _each(value, lambda path, tensor: found.append((path, tensor)) or tensor)
+    each_tensor(value, lambda path, tensor: found.append((path, tensor)) or tensor)
     return found
 
 
@@ -177,17 +194,17 @@ def _at(value: Any, path: Path) -> Any:
     return value
 
 
-def _each(value: Any, function: Callable[[Path, torch.Tensor], torch.Tensor], path: Path = ()) -> Any:
+def each_tensor(value: Any, function: Callable[[Path, torch.Tensor], torch.Tensor], path: Path = ()) -> Any:
     """`value` with every tensor replaced by what `function` makes of it; what holds none is left as it is."""
     if isinstance(value, torch.Tensor):
         return function(path, value)
     if isinstance(value, Mapping):
         pairs = cast("Mapping[Any, Any]", value)
-        changed = {key: _each(item, function, (*path, key)) for key, item in pairs.items()}
+        changed = {key: each_tensor(item, function, (*path, key)) for key, item in pairs.items()}
         return value if all(changed[key] is item for key, item in pairs.items()) else changed
     if isinstance(value, (tuple, list)):
         items = cast("list[Any]", value)
-        new = [_each(item, function, (*path, index)) for index, item in enumerate(items)]
+        new = [each_tensor(item, function, (*path, index)) for index, item in enumerate(items)]
         if all(one is item for one, item in zip(new, items, strict=True)):
             return value
         return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)

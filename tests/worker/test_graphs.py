@@ -65,6 +65,34 @@ def test_it_replays_a_graph_that_stops_where_one_was_recorded(chosen: Graphs) ->
     assert chosen._manager.dispatch(5, 5) is EIGHT
 
 
+def test_where_nothing_is_done_but_reading_it_replays_a_graph_that_copies(chosen: Graphs) -> None:
+    done: list[object] = []
+
+    def graph(name: str) -> Any:
+        return SimpleNamespace(replay=lambda: done.append(name))
+
+    interleaver: Any = SimpleNamespace(
+        looks=True, only_reads=True, calls=False, waiting=["a tap"], order=SimpleNamespace(late=lambda event: False)
+    )
+    interleaver.share = lambda: None
+    chosen.interleaver = interleaver
+    chosen._stopping[EIGHT], chosen._copying[EIGHT] = graph("stops"), graph("copies")
+    served = ["a tap"]
+    chosen._copies = SimpleNamespace(serves=lambda events: events == served, pass_on=done.append)  # type: ignore[assignment]
+
+    chosen.choose()
+    chosen.replay(EIGHT, graph("plain"))
+    assert done == ["copies", 8]
+
+    served.clear()
+    chosen.replay(EIGHT, graph("plain"))
+    assert done == ["copies", 8, "stops"]
+
+    interleaver.only_reads, served[:] = False, ["a tap"]
+    chosen.replay(EIGHT, graph("plain"))
+    assert done == ["copies", 8, "stops", "stops"]
+
+
 def test_graphs_of_the_v1_runner_are_refused() -> None:
     def runner(eager: bool) -> Any:
         return SimpleNamespace(vllm_config=SimpleNamespace(model_config=SimpleNamespace(enforce_eager=eager)))

@@ -143,10 +143,6 @@ def steps(bench: Any, probes: list[Any], number: int = 3) -> list[dict[int, torc
     return [bench.pass_(rows) for rows in inputs]
 
 
-def saved(bench: Bench) -> list[Any]:
-    return [(key, step, [(name, value) for name, value, *_ in found]) for key, step, found, _ in bench.reports if found]
-
-
 def test_blocks_in_a_graph_do_what_they_do_without() -> None:
     graph, called = Recorded(TAPS), Called()
 
