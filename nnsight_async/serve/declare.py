@@ -35,7 +35,7 @@ def declared(
     Raises `CaptureError`, which names the statement that has no such form, and why.
     """
     assigned = frozenset(assigned_in(list(body)))
-    declarer = _Declarer(Names(outer, assigned, assigned_once(body), owners))
+    declarer = _Declarer(Names(outer, assigned, assigned_once(body), owners, filled_in(body)))
     try:
         statements = declarer.all(body)
         taken = [ops.Let(name, ops.Value(value)) for name, value in declarer.names.taken.items()]
@@ -54,6 +54,23 @@ def assigned_once(body: Sequence[ast.stmt]) -> frozenset[str]:
     )
     at_top = {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets if _is_name(target)}
     return frozenset(name for name in at_top if found[name] == 1)
+
+
+def filled_in(body: Sequence[ast.stmt]) -> set[str]:
+    """Names of what parts of are changed in `body`: by `append`, or as items."""
+    changed = [
+        node.value
+        for node in ast.walk(ast.Module(list(body), []))
+        if (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store))
+        or (isinstance(node, ast.Attribute) and node.attr == "append")
+    ]
+    return {name for node in changed if (name := _base(node)) is not None}
+
+
+def _base(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Subscript):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
 
 
 class _Declarer:
@@ -203,7 +220,7 @@ class _Declarer:
             case ast.Name() if self.names.is_variable(target.id):
                 return ops.Variable(target.id)
             case ast.Subscript():
-                return ops.Item(self._of.data(target.value), self._of.keys(target.slice))
+                return ops.Item(self._of.changed(target.value), self._of.keys(target.slice))
             case ast.Attribute() if (read := self._of.read(target)) is not None:
                 return read
             case _:

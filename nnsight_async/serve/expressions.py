@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import ModuleType
 from typing import Any, cast
 
@@ -49,15 +49,26 @@ class Names:
         assigned: frozenset[str],
         once: frozenset[str],
         owners: Collection[object],
+        filled: Iterable[str] = (),
     ) -> None:
+        """`filled`: names of things whose parts the body changes."""
         self.owners = owners
         self._outer = outer
         self._assigned = assigned
         self._once = once
         self.fixed: dict[str, Any] = {}
         """Names of the body that stand for a module or a number which is known here."""
-        self.taken: dict[str, torch.Tensor] = {}
-        """Tensors from outside, which travel once however often they are used."""
+        self.taken: dict[str, Any] = {}
+        """Tensors, lists and dicts from outside, which travel once however often they are used."""
+        self._filled = [found for name in filled if (found := self.outer(name)) is not ABSENT]
+
+    def take(self, name: str, value: Any) -> str:
+        """Have something from outside travel; returns the name that it has there."""
+        for other, taken in self.taken.items():
+            if taken is value:
+                return other
+        self.taken[name] = value
+        return name
 
     def is_variable(self, name: str) -> bool:
         return name in self._assigned and name not in self.fixed
@@ -70,6 +81,11 @@ class Names:
         """What a name stands for here; `ABSENT` if it is only known in the worker, or nowhere."""
         if name in self.fixed:
             return self.fixed[name]
+        found = self.outer(name)
+        return ABSENT if any(found is filled for filled in self._filled) else found
+
+    def outer(self, name: str) -> Any:
+        """What a name of the surroundings stands for when the block begins; `ABSENT` if there is none."""
         if name in self._assigned:
             return ABSENT
         try:
@@ -212,15 +228,23 @@ class Expressions:
 
     def _value(self, node: ast.expr) -> ops.Expression:
         value = self.known(node)
+        if value is ABSENT and isinstance(node, ast.Name):
+            value = self.names.outer(node.id)
         if value is ABSENT:
             raise Undeclared(node, "this kind of expression has no form as data")
         if not is_plain(value):
             kind = type(value).__qualname__ if not callable(value) else "function or a class"
             raise Undeclared(node, f"it is a {kind}, which has no form as data")
-        if isinstance(node, ast.Name) and isinstance(value, torch.Tensor):
-            self.names.taken[node.id] = value
-            return ops.Variable(node.id)
+        if isinstance(node, ast.Name) and isinstance(value, (torch.Tensor, list, dict)):
+            return ops.Variable(self.names.take(node.id, value))
         return ops.Value(value)
+
+    def changed(self, node: ast.expr) -> ops.Expression:
+        """What is changed in place: something that has a name, so that it is the same wherever it is used."""
+        of = self.data(node)
+        if isinstance(of, ops.Value):
+            raise Undeclared(node, "what is changed in place has a name of its own, or is a part of what has one")
+        return of
 
     def _call(self, node: ast.Call) -> ops.Expression:
         function = self.known(node.func)
@@ -253,7 +277,8 @@ class Expressions:
     ) -> ops.Expression:
         if of.attr not in ops.METHODS | {"to", "append"}:
             raise Undeclared(node, f".{of.attr}() has no form as data")
-        return ops.Method(of.attr, self.data(of.value), arguments, keywords)
+        owner = self.changed(of.value) if of.attr == "append" else self.data(of.value)
+        return ops.Method(of.attr, owner, arguments, keywords)
 
     def _modules(self, node: ast.Call) -> list[ops.Expression | ops.Module]:
         if node.keywords:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 import torch
 
 from nnsight_async import CaptureError, ShippingError
+from nnsight_async.capture.recompile import recompiled
 from nnsight_async.interleave.tracer import Tracer
 from nnsight_async.serve import held, wire
 from nnsight_async.serve import messages as m
@@ -153,6 +154,7 @@ def equal(one: Any, other: Any) -> bool:
 
 class Settings:
     scale = 3.0
+    found: ClassVar[list[Any]] = []
 
     @property
     def layer(self):
@@ -169,18 +171,42 @@ def carried(model, tracer):
     third = KINDS[3].save()
 
 
+def filling() -> Callable[[Any, Any], None]:
+    """Lists and dicts from outside, one under two names."""
+    tops, by_step = [0.0], {"last": -1.0}
+    again = tops
+
+    def filled(model, tracer):
+        for _ in tracer.iter[:]:
+            tops.append(model.layers[0].output.max().item())
+            by_step["last"] = tops[-1]
+            again.append(7.0)
+            tops.save()
+            by_step.save()
+
+    return filled
+
+
 PROBES = [carried, steered, in_place, projected, collected, lens, conditional, skipped, computed]
 
 
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.__name__)
 def test_data_does_what_the_python_does(probe: Any) -> None:
-    from nnsight_async.capture.recompile import recompiled
-
     saved, logits = ran(recompiled(probe, named=True)[0])
     found, changed = ran(of_data(probe))
     assert [(name, operation) for name, operation, _ in found] == [(name, operation) for name, operation, _ in saved]
     assert all(equal(one, other) for (*_, one), (*_, other) in zip(found, saved, strict=True))
     torch.testing.assert_close(changed, logits, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:line .* changes .again. in the block")
+def test_what_is_filled_from_outside_is_the_same_wherever_it_is_named() -> None:
+    expected = ran(recompiled(filling(), named=True)[0])[0]
+    tops, last = expected[-2:]
+    assert tops[0] == "tops"
+    assert len(tops[2]) == 1 + 2 * STEPS
+    assert last == ("by_step", "set", {"last": tops[2][-2]})
+    assert ran(of_data(filling()))[0] == expected
 
 
 def test_what_is_saved_stays_as_it_was_though_it_is_changed_after() -> None:
@@ -280,6 +306,11 @@ PARTS = [ANOTHER.layers[0]]
 
 WEIGHTS = [1.0, 2.0]
 
+
+def filled_unnamed(model, tracer):
+    CONFIG.found.append(model.layers[0].output)
+
+
 OTHERS = [
     past_the_end,
     past_the_end_of_a_list,
@@ -296,6 +327,7 @@ OTHERS = [
     dunder,
     starred,
     returned,
+    filled_unnamed,
 ]
 
 
