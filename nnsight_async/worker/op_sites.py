@@ -40,9 +40,17 @@ class Site:
         self._number = number
 
     def __call__(self, output: Any) -> None:
+        self._change(*pair(output))
+
+    def arrive(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """A hooked layer has returned. It may have called this for it already, or a block may apply the layer."""
+        if not self.reported and not self._sites.applying:
+            self._change(hidden, residual)
+
+    def _change(self, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
         tables = self._sites.tables
         if tables is not None:
-            change(tables, tables.heads[self._number], *pair(output))
+            change(tables, tables.heads[self._number], hidden, residual)
 
 
 class OpSites:
@@ -57,7 +65,11 @@ class OpSites:
         self.interleaver: Interleaver | None = None
         self._sizes = sizes
         self._device = device
-        self._by_address: dict[int, Site] = {}
+
+    @property
+    def applying(self) -> bool:
+        """Whether a block has its turn, and what is called is called by it."""
+        return self.interleaver is not None and self.interleaver.running
 
     def made(self) -> Tables:
         """The tables, which are made when somebody needs them."""
@@ -68,9 +80,6 @@ class OpSites:
 
     def hook(self, model: torch.nn.Module) -> None:
         """Have the layers change their output themselves, so that what is compiled and recorded of them does too."""
-        global _hooked
-        if _hooked is not None and _hooked() is not None:
-            raise UnsupportedError("op_sites= with graphs on two models in one process: give each a process of its own")
         tables = self.made()
         for path, number in self.numbers.items():
             layer = model.get_submodule(path)
@@ -80,19 +89,12 @@ class OpSites:
                 )
             layer.register_buffer(HEADS, tables.heads[number], persistent=False)
             layer.register_forward_hook(_changed)
-            self._by_address[tables.heads[number].data_ptr()] = self.changes[path]
+            _by_address[tables.heads[number].data_ptr()] = self.changes[path]
         self.hooked = True
-        _hooked = weakref.ref(self)
-
-    def change(self, heads: torch.Tensor, hidden: torch.Tensor, residual: torch.Tensor | None) -> None:
-        """What a hooked layer calls, unless it has been called for it already, or a block applies the layer."""
-        applying = self.interleaver is not None and self.interleaver.running
-        if self.tables is not None and not applying and not self._by_address[heads.data_ptr()].reported:
-            change(self.tables, heads, hidden, residual)
 
 
-_hooked: weakref.ref[OpSites] | None = None
-"""Those whose layers call the operators below, which graphs know by their names."""
+_by_address: weakref.WeakValueDictionary[int, Site] = weakref.WeakValueDictionary()
+"""By the memory of their heads, which is all that a graph knows of a site."""
 
 
 def _changed(layer: torch.nn.Module, args: object, output: Any) -> None:
@@ -108,9 +110,9 @@ def _change(hidden: torch.Tensor, heads: torch.Tensor) -> None:
 
 
 def _change_pair(hidden: torch.Tensor, residual: torch.Tensor | None, heads: torch.Tensor) -> None:
-    sites = None if _hooked is None else _hooked()
-    if sites is not None:
-        sites.change(heads, hidden, residual)
+    site = _by_address.get(heads.data_ptr())
+    if site is not None:
+        site.arrive(hidden, residual)
 
 
 def _nothing(*tensors: torch.Tensor) -> None:
