@@ -148,7 +148,7 @@ class Engine:
         run.ride(self.edits.chosen(run.request.edits))
         if run.request.lora is not None:
             self.adapters.check(run.request.lora, run)
-        if not run.is_plain or run.request.lora is not None:
+        if run.has_blocks or run.request.ops or run.request.lora is not None:
             self._check_sites(run.request.ops)
             limits = self._limits
             block = None if run.block is None else run.block.payload

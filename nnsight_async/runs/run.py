@@ -94,9 +94,9 @@ class Run(Job):
         self.ledger = Ledger([*captures, *map(str, edits), *own, *ops, *adapter])
 
     @property
-    def is_plain(self) -> bool:
-        """Whether nothing of ours is to be done for the request."""
-        return self.block is None and not self.edits and not self.request.ops
+    def has_blocks(self) -> bool:
+        """Whether any code of ours runs in the request."""
+        return self.block is not None or bool(self.edits)
 
     # -- fed by the engine's loop ----------------------------------------------------------------------------------
 

@@ -321,7 +321,7 @@ async def test_declared_operations_keep_their_prefixes_apart(small: VLLM, hf: An
 
 
 async def test_declared_operations_survive_preemption(small: VLLM, hf: Any) -> None:
-    """Two requests grow until there is room for one."""
+    """Two requests of 154 tokens at their end, where 8 blocks of 32 are to be had."""
     prompts = [LONG[number:] for number in range(2)]
     ops = [[small.steer(1, VECTOR, positions=slice(3, -2))], [small.steer(1, OTHER, positions="generated")]]
     edits = [
