@@ -184,8 +184,9 @@ def hooked(runner: Any) -> OpSites | None:
 
 def ops_of(runner: Any, interleaver: Interleaver, manifest: Manifest, streams: Streams, sites: OpSites | None) -> Ops:
     """The operations of a worker that has booted; `sites` are those that have been hooked."""
-    config = runner.vllm_config
-    paths, width = streams.of_one_width(layers(manifest))
+    config, there = runner.vllm_config, here(runner.model)
+    fit, width = streams.of_one_width(layers(manifest))
+    paths: Sequence[str] = [path for path in layers(manifest) if path in fit or path not in there]
     if not config.model_config.enforce_eager and sites is None:
         paths = []
     elif (wanted := asked(config)) is not None:
@@ -194,12 +195,11 @@ def ops_of(runner: Any, interleaver: Interleaver, manifest: Manifest, streams: S
     sites = sites or OpSites(paths, sizes(runner, len(paths), width), runner.device)
     sites.interleaver = interleaver
     interleaver.sites.changes = sites.changes
-    there = here(runner.model)
-    elsewhere = [path for path in layers(manifest) if path not in there]
     limits = Limits(runner.model_config.max_model_len, runner.model_config.dtype == torch.float16)
 
     def enter(path: str, on: bool) -> None:
-        place = Location(path, "output")
-        (interleaver.sites.want if on else interleaver.sites.release)(place)
+        if path in there:
+            place = Location(path, "output")
+            (interleaver.sites.want if on else interleaver.sites.release)(place)
 
-    return Ops(sites.numbers, elsewhere, sites.made, limits, None if sites.hooked else enter)
+    return Ops(sites.numbers, sites.made, limits, None if sites.hooked else enter)

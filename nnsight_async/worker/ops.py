@@ -71,17 +71,17 @@ class Ops:
     def __init__(
         self,
         sites: Mapping[str, int] | None = None,
-        elsewhere: Iterable[str] = (),
         tables: Callable[[], Tables] | None = None,
         limits: Limits | None = None,
         enter: Callable[[str, bool], object] | None = None,
     ) -> None:
-        """`sites`: the layers where operations can act, with their numbers; other ranks have those `elsewhere`.
+        """`sites`: the layers where operations can act, those of other stages too, with their numbers.
+
+        So all ranks find the same wrong with a request.
 
         `tables` makes the tables, when they are needed first; `enter` has a layer report while it is to be changed.
         """
         self._sites = sites or {}
-        self._elsewhere = frozenset(elsewhere)
         self._make = tables
         self._limits = limits or Limits()
         self._enter = enter
@@ -115,9 +115,8 @@ class Ops:
         total = most if tokens is None else min(prompt + max(tokens - 1, 0), most)
         self.total += 1
         try:
-            here = [op for op in shipped.each() if self._has(op)]
-            if here:
-                self._take(request.req_id, here, prompt, max(total, prompt, 1))
+            if shipped.ops:
+                self._take(request.req_id, shipped.each(), prompt, max(total, prompt, 1))
         except Exception as error:
             return error
         return None
@@ -159,16 +158,11 @@ class Ops:
         mirror.mark(states)
         self._seen, self._unsettled = (requests, starts) if steady else ([], []), unsettled
 
-    def _has(self, op: Op) -> bool:
-        """Whether it acts on this rank."""
-        if op.path in self._sites:
-            return True
-        if op.path in self._elsewhere:
-            return False
-        raise NotASiteError(f"{expression(op.path)} is not a place where declared operations act: see op_sites=")
-
     def _take(self, request: str, ops: Sequence[Op], prompt: int, total: int) -> None:
         """Find room for what a request does, or let go of what was found and raise."""
+        for op in ops:
+            if op.path not in self._sites:
+                raise NotASiteError(f"{expression(op.path)} is not a layer where declared operations act (op_sites=)")
         vectors = {op.vector.digest: op.vector for op in ops}
         for vector in vectors.values():
             self._check_width(vector)

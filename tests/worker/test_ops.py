@@ -41,7 +41,7 @@ class Worker:
 
     def __init__(self, states: int = 4, nodes: int = 8, vectors: int = 3) -> None:
         self.tables = Tables(Sizes(64, len(SITES), states, nodes, vectors, WIDTH), torch.device("cpu"))
-        self.ops = Ops(SITES, (), lambda: self.tables, Limits(64))
+        self.ops = Ops(SITES, lambda: self.tables, Limits(64))
 
     def arrive(self, name: str, *ops: Op) -> Exception | None:
         shipped: Any = ShippedOps.of(ops)
@@ -224,7 +224,7 @@ def test_what_is_compiled_with_the_layers_goes_by_the_tables_of_the_step(pair: b
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         torch.testing.assert_close(compiled(rows), plain)
 
-        ops = Ops(sites.numbers, (), sites.made, Limits(64))
+        ops = Ops(sites.numbers, sites.made, Limits(64))
         for name, value, path in (("a", 1.0, "layers.1"), ("b", 2.0, "layers.1"), ("c", 3.0, "layers.0")):
             shipped: Any = ShippedOps.of([steer(value, path)])
             request: Any = Request(name)
