@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from benchmarks.columns import Work
 
 Probe = Callable[[Any, Any], object]
@@ -21,13 +23,40 @@ def probe(model: Any, work: Work) -> Probe:
     return _one(middle) if work == "python-one" else _every(layers)
 
 
-def taps(repo: str, *, every: bool) -> list[str]:
-    """Where the blocks look: at the middle layer, or at every one."""
+OPERATIONS = ("ops-one", "ops-distinct", "ops-every")
+
+
+def operations(model: Any, work: Work) -> list[Any]:
+    """The declared operations of a request: a vector of random numbers, added to the middle layer, or to every one."""
+    layers = _layers(model)
+    width = _width(model)
+    chosen = layers if work == "ops-every" else [layers[len(layers) // 2]]
+    vector = torch.randn(width)
+    return [model.steer(layer, vector, scale=0.1) for layer in chosen]
+
+
+def layers_of(repo: str) -> str:
+    """All decoder layers, as `op_sites=` names them."""
+    return f"{_path(repo)[0]}[*]"
+
+
+def _width(model: Any) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(model.repo).hidden_size)
+
+
+def _path(repo: str) -> tuple[str, int]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(repo)
-    path = "transformer.h" if config.model_type == "gpt2" else "model.layers"
-    return [f"{path}[*].output" if every else f"{path}[{config.num_hidden_layers // 2}].output"]
+    return ("transformer.h" if config.model_type == "gpt2" else "model.layers"), config.num_hidden_layers
+
+
+def taps(repo: str, *, every: bool) -> list[str]:
+    """Where the blocks look: at the middle layer, or at every one."""
+    path, layers = _path(repo)
+    return [f"{path}[*].output" if every else f"{path}[{layers // 2}].output"]
 
 
 def _said(layers: list[Any], work: Work) -> Probe:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-EngineKind = Literal["plain", "graphs", "ours", "stepwise", "tap", "taps"]
-Work = Literal["plain", "idle", "one", "every", "edit", "python-one", "python-every", "python-edit"]
-"""Those of `python-` say the same in a way that only running the block can tell (`capture/plain.py`)."""
+EngineKind = Literal["plain", "graphs", "ours", "stepwise", "tap", "taps", "ops"]
+Work = Literal[
+    "plain", "idle", "one", "every", "edit", "python-one", "python-every", "python-edit",
+    "ops-one", "ops-distinct", "ops-every",
+]  # fmt: skip
+"""Those of `python-` say the same in a way that only running the block can tell (`capture/plain.py`). Those of `ops-`
+are declared operations, without a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,11 @@ COLUMNS = {
         Column("tap-edit", "tap", "edit", "every request adds to the output of that layer at every step"),
         Column("taps-one", "taps", "one", "`one` on an engine with a tap at every layer"),
         Column("taps-every", "taps", "every", "`every` on it"),
+        Column("steer", "ours", "ops-one", "declared steering of one layer with one vector, every module called"),
+        Column("ops-idle", "ops", "idle", "our engine with graphs and operations declared at every layer, unused"),
+        Column("ops-steer", "ops", "ops-one", "every request steers one layer with the same vector"),
+        Column("ops-distinct", "ops", "ops-distinct", "every request steers that layer with a vector of its own"),
+        Column("ops-every", "ops", "ops-every", "every request steers every layer with the same vector"),
     )
 }
 EAGER: frozenset[EngineKind] = frozenset({"plain", "ours"})

@@ -83,20 +83,25 @@ class Ours:
         repo = arguments.pop("model")
         if kind == "stepwise":
             arguments["enforce_eager"] = False
+        elif kind == "ops":
+            arguments["op_sites"] = [blocks.layers_of(repo)]
         elif kind != "ours":
             arguments["taps"] = blocks.taps(repo, every=kind == "taps")
         arguments["worker_extension_cls"] = _name(OurExtension)
         self._model = VLLM(repo, mode="async", dispatch=True, **arguments)
         self._probes: dict[Work, blocks.Probe] = {}
+        self._shared: dict[Work, list[Any]] = {}
 
     async def tokens(self, work: Work, prompt: list[int], steps: int) -> AsyncIterator[object]:
         async with self._run(work, prompt, _sampling(steps)) as run:
             async for token in run.stream():
-                assert work in ("idle", "edit") or token.saves
+                assert work in ("idle", "edit", *blocks.OPERATIONS) or token.saves
                 yield token
 
     def _run(self, work: Work, prompt: list[int], sampling: dict[str, Any]) -> Any:
-        if work != "idle":
+        if work in blocks.OPERATIONS:
+            sampling = {**sampling, "ops": self._ops(work)}
+        elif work != "idle":
             if work not in self._probes:
                 self._probes[work] = blocks.probe(self._model, work)
             return self._model.run(prompt, self._probes[work], **sampling)
@@ -105,6 +110,13 @@ class Ours:
         # A plain request of the public API is not streamed; this is one that is.
         request = self._model._request(prompt, sampling, "benchmark")
         return ProbeRun(self._model, request, None)  # type: ignore[arg-type]
+
+    def _ops(self, work: Work) -> list[Any]:
+        if work == "ops-distinct":
+            return blocks.operations(self._model, work)
+        if work not in self._shared:
+            self._shared[work] = blocks.operations(self._model, work)
+        return self._shared[work]
 
     async def rpc(self, method: str) -> Any:
         """Call a method of the worker."""

@@ -12,6 +12,8 @@ NNsightError
 ├── NotComputedError     (OutOfOrderError) a location that this step did not reach
 ├── GenerationEndedError (OutOfOrderError) a location asked for after the last step
 ├── NotATapError         (LocationError)   a location that a tapped engine does not serve
+├── NotASiteError        (LocationError)   a layer where an engine that replays graphs applies no operations
+├── OpLimitError         (RuntimeError)    more declared operations than an engine has room for
 ├── ShapeError           (ValueError)      a replacement with other rows, width or structure
 ├── IsolationError       (RuntimeError)    a value that cannot be narrowed to this run's rows
 ├── SplitPromptError     (RuntimeError)    a prompt that the scheduler cut in pieces
@@ -68,6 +70,14 @@ class UnreadableError(LocationError):
 
 class NotATapError(LocationError):
     """A location that was not declared in `taps=` on an engine that replays graphs."""
+
+
+class NotASiteError(LocationError):
+    """A layer that was not declared in `op_sites=`, on an engine that applies declared operations there alone."""
+
+
+class OpLimitError(NNsightError, RuntimeError):
+    """The requests of an engine use more declared operations at a time than it has room for."""
 
 
 class OutsideBlockError(NNsightError, RuntimeError):

@@ -24,6 +24,7 @@ from nnsight_async.engine.spans import spans_of
 from nnsight_async.errors import EngineClosedError
 from nnsight_async.runs.aside import aside
 from nnsight_async.runs.body import caller, loop_is_running
+from nnsight_async.runs.declaring import Declaring
 from nnsight_async.runs.generation import Generation
 from nnsight_async.runs.group import planned
 from nnsight_async.runs.handle import ProbeRun
@@ -37,6 +38,7 @@ from nnsight_async.runs.surface import Mode, Surface
 from nnsight_async.runs.trace import Trace
 from nnsight_async.runs.window import Window
 from nnsight_async.tree.envoy import Envoy
+from nnsight_async.tree.layers import check_sites, declared
 from nnsight_async.tree.model import ModelView
 from nnsight_async.tree.taps import check_taps, resolve
 
@@ -55,7 +57,7 @@ MAX_BUFFERED_BYTES = 1 << 30
 BLOCK_TIMEOUT = 60.0
 
 
-class VLLM(Surface, ModelView):
+class VLLM(Surface, Declaring, ModelView):
     """A model on a vLLM engine, open to blocks of Python that read and edit its activations.
 
     Args:
@@ -65,6 +67,10 @@ class VLLM(Surface, ModelView):
         taps: where blocks may look, such as `["model.layers[3].mlp.output", "model.layers[*].resid_post"]`. The engine
             then replays CUDA graphs, which stop there; every other place in the forward pass is a `NotATapError`. On
             the CPU, where there are no graphs, it is that alone.
+        op_sites: the layers where declared operations (`ops=[...]`) act, such as `["model.layers[*]"]`, on an engine
+            that replays CUDA graphs: they are part of what is recorded, and a step with operations alone is a replayed
+            one. The engine then replays graphs, unless `enforce_eager=True` is given; an engine that replays none
+            applies operations at every layer.
         rename: other names for modules: `{"model.layers": "layers"}` for one path, `{"self_attn": "attn"}` for every
             module of that name. The old names go on working.
         max_save_bytes: what one run may save, in bytes.
@@ -100,6 +106,7 @@ class VLLM(Surface, ModelView):
         mode: Mode = "sync",
         dispatch: bool = False,
         taps: Sequence[str] = (),
+        op_sites: Sequence[str] = (),
         rename: Mapping[str, str] | None = None,
         max_save_bytes: int = MAX_SAVE_BYTES,
         max_buffered_bytes: int = MAX_BUFFERED_BYTES,
@@ -122,9 +129,13 @@ class VLLM(Surface, ModelView):
         check_taps(taps)
         self._asked_taps = tuple(taps)
         self._taps: tuple[Location, ...] = ()
+        check_sites(op_sites)
+        self._asked_sites = tuple(op_sites)
         self._engine_args = engine_args
-        self._settings = engine_settings(repo, engine_args, tapped=bool(self._asked_taps))
         self._renames = dict(rename or {})
+        self._settings = engine_settings(
+            repo, engine_args, tapped=bool(self._asked_taps), op_sites=self._asked_sites, renames=self._renames
+        )
         self._limits = Limits(max_save_bytes, block_timeout, max_buffered_bytes, slow_consumers, max_constant_bytes)
         name = model_name(self._settings)
         self._spans = spans_of(spans, name, engine_args.get("otlp_traces_endpoint"))
@@ -149,6 +160,7 @@ class VLLM(Surface, ModelView):
         """The tree of a model that has no engine yet."""
         manifest = build_manifest(self.repo, self._engine_args).renamed(self._renames)
         self._taps = resolve(self._asked_taps, manifest)
+        declared(self._asked_sites, manifest)
         self._root = Envoy(manifest)
         return self._root
 
@@ -448,7 +460,7 @@ class VLLM(Surface, ModelView):
                     raise EngineClosedError(CLOSED)
                 if self._engine is None:
                     check_repository(*self._asked)
-                    engine = Engine(self._settings, self._limits, self._renames, self._asked_taps)
+                    engine = Engine(self._settings, self._limits, self._renames, self._asked_taps, self._asked_sites)
                     starting = weakref.finalize(self, _end, engine)
                     engine.start()
                     starting.detach()

@@ -11,6 +11,7 @@ import msgspec
 
 from nnsight_async.engine.settings import check_names
 from nnsight_async.runs.keywords import ALIASES, named
+from nnsight_async.runs.ops import ops_of
 from nnsight_async.runs.request import Request
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def settings(given: Mapping[str, Any], what: str) -> Request:
     if not isinstance(priority, int) or abs(priority) >> 63:  # at which vLLM does not look, as in `_check_types`
         raise TypeError(f"{what} got priority={priority!r}: a whole number of at most 63 bits is expected")
     edits = edit_names(sampling.pop("edits", None))
-    return Request(None, sampling_params(sampling, what=what), lora, edits, priority)
+    ops = ops_of(sampling.pop("ops", None), what)
+    return Request(None, sampling_params(sampling, what=what), lora, edits, priority, ops=ops)
 
 
 def edit_names(edits: Any) -> tuple[str, ...] | None:

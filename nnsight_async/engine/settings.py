@@ -6,11 +6,12 @@ import dataclasses
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from nnsight_async.errors import UnsupportedError
+from nnsight_async.runs.ops import FORMAT, KEY
 from nnsight_async.worker.noise import hush_import
 
 CPU_WORKER = "nnsight_async.worker.cpu.CPUBlockWorker"
@@ -38,8 +39,18 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
             raise TypeError(f"{what} got an unexpected keyword argument {name!r}{hint}")
 
 
-def engine_settings(repo: str, given: dict[str, Any], *, tapped: bool = False) -> dict[str, Any]:
+def engine_settings(
+    repo: str,
+    given: dict[str, Any],
+    *,
+    tapped: bool = False,
+    op_sites: Sequence[str] = (),
+    renames: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Arguments for vLLM's `AsyncEngineArgs`: the user's, over our own defaults. `tapped`: blocks look at taps only.
+
+    `op_sites`, and the `renames` that they may use, go along in `additional_config`, which is part of the key under
+    which vLLM keeps what it has compiled (0.32, 0.33).
 
     Raises `TypeError` for an unknown name, and `ValueError` for a value that contradicts what blocks need.
     """
@@ -51,7 +62,7 @@ def engine_settings(repo: str, given: dict[str, Any], *, tapped: bool = False) -
     check_names(given, fields, "VLLM()")
     if "worker_cls" in given:
         raise ValueError("VLLM() sets worker_cls itself: its worker is the one that runs blocks")
-    eager = _eager(given, tapped=tapped, cpu=current_platform.is_cpu())
+    eager = _eager(given, tapped=tapped, sited=bool(op_sites), cpu=current_platform.is_cpu())
     if (given.get("data_parallel_size") or 1) > 1:
         raise UnsupportedError(DATA_PARALLEL)
     tracing = given.get("otlp_traces_endpoint") is not None
@@ -65,16 +76,25 @@ def engine_settings(repo: str, given: dict[str, Any], *, tapped: bool = False) -
         "use_tqdm_on_load": sys.stderr is not None and sys.stderr.isatty(),
         "worker_cls": _cpu_worker(given) if current_platform.is_cpu() else CUDA_WORKER,
     }
-    return {"model": repo, **ours, **given, "enforce_eager": eager}
+    sited = {"additional_config": _with_sites(given, op_sites, renames or {})} if op_sites else {}
+    return {"model": repo, **ours, **given, **sited, "enforce_eager": eager}
 
 
-def _eager(given: Mapping[str, Any], *, tapped: bool, cpu: bool) -> bool:
+def _with_sites(given: Mapping[str, Any], op_sites: Sequence[str], renames: Mapping[str, str]) -> dict[str, Any]:
+    own: Any = given.get("additional_config") or {}
+    if not isinstance(own, dict):
+        raise ValueError("op_sites= goes along in additional_config, and the one given is no dict")
+    sites = {"op_sites": list(op_sites), "renames": dict(renames), "format": FORMAT}
+    return {**cast("dict[str, Any]", own), KEY: sites}
+
+
+def _eager(given: Mapping[str, Any], *, tapped: bool, sited: bool, cpu: bool) -> bool:
     asked = given.get("enforce_eager")
     if tapped and asked:
         raise ValueError("taps are for engines that replay graphs, and enforce_eager=True replays none: leave one out")
     if asked is False and cpu:
         raise UnsupportedError("enforce_eager=False needs CUDA: there are no graphs on the CPU")
-    return cpu or (not tapped if asked is None else asked)
+    return cpu or (not (tapped or sited) if asked is None else asked)
 
 
 def model_name(settings: Mapping[str, Any]) -> str:

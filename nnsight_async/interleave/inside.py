@@ -19,6 +19,9 @@ Names = Mapping[str, Operation]
 class Listener(Protocol):
     """What is told of values that pass, and of operations that turn out not to be there."""
 
+    running: bool
+    """Whether a block has its turn, and applies modules itself."""
+
     @property
     def waiting(self) -> Mapping[Location, Any]: ...
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from nnsight_async.interleave.inside import Inside, Listener
 from nnsight_async.interleave.locations import Location
+
+
+class Change(Protocol):
+    """Changes what a module returns, in place and before anybody is told of it."""
+
+    reported: bool
+    """Whether the module has a reporting `forward`, which calls this."""
+
+    def __call__(self, output: Any) -> None: ...
 
 
 class Sites:
@@ -32,6 +41,8 @@ class Sites:
         self._previous: dict[str, Any] = {}
         self._reporting: dict[str, Callable[..., Any]] = {}
         self._own: dict[str, Callable[..., Any]] = {}
+        self.changes: Mapping[str, Change] = {}
+        """By module: what is done to its output in every pass in which it reports."""
         self.reports = 0
         """How often a module's reporting `forward` has run."""
 
@@ -111,9 +122,13 @@ class Sites:
         own = self._modules[path].__dict__
         self._previous[path] = own.get("forward")
         own["forward"] = self._report(path)
+        if path in self.changes:
+            self.changes[path].reported = True
 
     def _leave(self, path: str) -> None:
         own, previous = self._modules[path].__dict__, self._previous.pop(path)
+        if path in self.changes:
+            self.changes[path].reported = False
         if previous is None:
             del own["forward"]
         else:
@@ -141,6 +156,8 @@ class Sites:
             if entry in listener.waiting:
                 args, kwargs = listener.fire(entry, (args, kwargs))
             output = (inside.forward(path, inner) if inside.watched else inner)(*args, **kwargs)
+            if path in self.changes and not listener.running:
+                self.changes[path](output)
             if exit_ in listener.waiting:
                 output = listener.fire(exit_, output)
             return output

@@ -51,7 +51,7 @@ class StreamOut:
     """
 
     def get(self, value: Any) -> torch.Tensor:
-        return _sum(*_pair(value))
+        return _sum(*pair(value))
 
     def put(self, value: Any, part: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -113,7 +113,7 @@ def _forward_of(module: torch.nn.Module) -> Any:
     return native.__get__(module) if native is not None else type(module).forward.__get__(module)
 
 
-def _pair(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def pair(value: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if isinstance(value, torch.Tensor):
         return value, None
     if isinstance(value, (tuple, list)):

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nnsight_async.runs.ops import Ops
 
 
 @dataclass(slots=True)
 class Request:
     """A prompt in one of vLLM's forms, its sampling parameters, and what else `AsyncLLM.generate` takes.
 
-    `edits` chooses among those of the engine (None: all). `invoke` and `sequence` number it among those that belong
-    together.
+    `edits` chooses among those of the engine (None: all), `ops` are declared operations. `invoke` and `sequence` number
+    it among those that belong together.
     """
 
     prompt: Any
@@ -24,6 +27,7 @@ class Request:
     invoke: int = 0
     sequence: int = 0
     trace_headers: Mapping[str, str] | None = None
+    ops: Ops = ()
 
     def on(self, prompt: Any) -> Request:
         """The same for another prompt."""

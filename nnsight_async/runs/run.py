@@ -17,6 +17,7 @@ from nnsight_async.runs.facts import facts, outcome
 from nnsight_async.runs.history import Buffer, Step
 from nnsight_async.runs.job import Job
 from nnsight_async.runs.ledger import Ledger
+from nnsight_async.runs.ops import Capture
 from nnsight_async.runs.token import Token
 from nnsight_async.runs.unheard import Hearing
 
@@ -54,13 +55,16 @@ class Run(Job):
     """
 
     def __init__(self, request: Request, block: Block | None = None, hearing: Hearing | None = None) -> None:
-        super().__init__(block.names if block is not None else ())
+        captured = [op.name for op in request.ops if isinstance(op, Capture)]
+        super().__init__(tuple(dict.fromkeys([*captured, *(block.names if block is not None else ())])))
         self.key = new_key()
         self.request = request
         self.model = ""
         """The name of the model that it was given to."""
         self.block = block
         self.edits: Sequence[Installed] = ()
+        self.captures = bool(captured)
+        """Whether streams are captured, by a part of the request that comes before its edits."""
         self.ledger = Ledger(OWN if block is not None else ())
         self.buffer = Buffer()
         self.output: Any = None
@@ -83,9 +87,11 @@ class Run(Job):
     def ride(self, edits: Sequence[Installed]) -> None:
         """The request runs these edits, before its own block."""
         self.edits = edits
+        captures = ["a capture"] if self.captures else []
         own = OWN if self.block is not None else ()
+        ops = ["a declared operation"] if self.request.ops else []
         adapter = ["the adapter"] if self.request.lora is not None else []
-        self.ledger = Ledger([*map(str, edits), *own, *adapter])
+        self.ledger = Ledger([*captures, *map(str, edits), *own, *ops, *adapter])
 
     @property
     def has_blocks(self) -> bool:
@@ -213,7 +219,8 @@ class Run(Job):
 
     def _beginning(self, part: int) -> failures.Place | None:
         """The line of the block's `with` or `def`."""
-        block = self.edits[part].block if part < len(self.edits) else self.block
+        edit = part - self.captures
+        block = self.edits[edit].block if 0 <= edit < len(self.edits) else self.block
         return None if block is None or not block.first_line else (block.filename, block.first_line, block.function)
 
     def _was_aborted(self) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from nnsight_async.runs.ops import ShippedOps
+
 KEY = "nnsight_async"
 """Our entry in `SamplingParams.extra_args`, beside the user's own."""
 
@@ -27,14 +29,18 @@ class Shipment:
     timeout: float
     edits: tuple[int, ...] = ()
     adapter: bool = False
+    ops: ShippedOps | None = None
 
     @classmethod
     def of(cls, params: _Params | None) -> Shipment | None:
         """The shipment of a request, if it has one."""
         packed = params.extra_args.get(KEY) if params is not None and params.extra_args else None
-        return None if packed is None else cls(*packed)
+        if packed is None:
+            return None
+        runs, block, budget, timeout, edits, adapter, ops = packed
+        return cls(runs, block, budget, timeout, edits, adapter, None if ops is None else ShippedOps(*ops))
 
     def onto(self, params: _Params) -> None:
         """Put the shipment on sampling parameters, beside what else is there."""
-        packed = [self.runs, self.block, self.budget, self.timeout, self.edits, self.adapter]
+        packed = [self.runs, self.block, self.budget, self.timeout, self.edits, self.adapter, self.ops]
         params.extra_args = {**(params.extra_args or {}), KEY: packed}

@@ -15,10 +15,10 @@ TAKEN = frozenset({
     # by every module
     "heads", "input", "inputs", "output", "resid_mid", "resid_post", "resid_pre", "save", "skip", "source",
     # by every model
-    "aclose", "add_lora", "ainstall", "alaunch", "backward", "barrier", "clear_edits", "close", "dispatch",
-    "dispatched", "edit", "edits", "generate", "install", "launch", "list_loras", "logits", "map", "mode", "module",
-    "owners", "reading", "remove_lora", "repo", "run", "samples", "scan", "session", "stats", "taps", "tokenizer",
-    "trace", "tree", "uninstall", "vllm_entrypoint",
+    "ablate", "aclose", "add_lora", "ainstall", "alaunch", "backward", "barrier", "capture", "clamp", "clear_edits",
+    "close", "dispatch", "dispatched", "edit", "edits", "generate", "install", "launch", "list_loras", "logits",
+    "map", "mode", "module", "op_sites", "owners", "reading", "remove_lora", "replace", "repo", "run", "samples",
+    "scan", "session", "stats", "steer", "taps", "tokenizer", "trace", "tree", "uninstall", "vllm_entrypoint",
 })  # fmt: skip
 """Names that a module cannot be given, because they stand for something else there."""
 

@@ -42,7 +42,7 @@ def resolve(taps: Sequence[str], manifest: Manifest) -> tuple[Location, ...]:
     check_taps(taps)
     found: set[Location] = set()
     for tap in taps:
-        found.update(_locations(_parsed(tap), manifest))
+        found.update(_locations(parsed(tap), manifest))
     places = {path: number for number, path in enumerate(manifest.modules)}
     return tuple(sorted(found, key=lambda event: (places[event.path], event.operation, event.kind)))
 
@@ -53,7 +53,7 @@ def check_taps(taps: Sequence[Any]) -> None:
         raise TypeError("taps is a list of strings, such as ['model.layers[3].mlp.output', 'model.layers[*].output']")
 
 
-def _parsed(tap: str) -> Pattern:
+def parsed(tap: str) -> Pattern:
     parts = [part for part in INDEX.sub(r".\1", tap).strip().split(".") if part]
     kind = parts.pop() if parts and parts[-1] in KINDS else "output"
     if "heads" in parts:  # those of one head pass with the others
@@ -65,11 +65,11 @@ def _parsed(tap: str) -> Pattern:
 def _locations(pattern: Pattern, manifest: Manifest) -> Iterator[Location]:
     if not pattern.text.strip():
         raise ValueError("taps: an empty string is no place in the model")
-    modules = _modules(pattern.modules, manifest)
+    modules = matching(pattern.modules, manifest)
     if not modules and pattern.modules[:1] == ("model",):  # the variable
-        modules = _modules(pattern.modules[1:], manifest)
+        modules = matching(pattern.modules[1:], manifest)
     if not modules:
-        raise ValueError(f"taps: {pattern.text!r} is no place in the model{_meant(pattern, manifest)}")
+        raise ValueError(f"taps: {pattern.text!r} is no place in the model{meant(pattern, manifest)}")
     refused: list[Exception] = []
     some = False
     for info in modules:
@@ -83,7 +83,7 @@ def _locations(pattern: Pattern, manifest: Manifest) -> Iterator[Location]:
         raise ValueError(f"taps: {pattern.text!r}: {refused[0]}") from refused[0]
 
 
-def _modules(parts: Sequence[str], manifest: Manifest) -> list[ModuleInfo]:
+def matching(parts: Sequence[str], manifest: Manifest) -> list[ModuleInfo]:
     """The modules that the parts of a pattern stand for, under any of their names."""
     return [
         info
@@ -129,15 +129,15 @@ def _operations(parts: Sequence[str], info: ModuleInfo, manifest: Manifest) -> I
             for before, key in inside
             for operation in (manifest.sources[key].operations if key in manifest.sources else ())
         ]
-        matching = [(name, operation.inside) for name, operation in listed if fnmatchcase(operation.name, part)]
-        if not matching:
+        fitting = [(name, operation.inside) for name, operation in listed if fnmatchcase(operation.name, part)]
+        if not fitting:
             names = ", ".join(operation.name for _, operation in listed) or "none"
             raise ValueError(f"{expression(info.path)} has no operation {part!r}; it has {names}")
-        inside = matching
+        inside = fitting
     yield from (name for name, _ in inside)
 
 
-def _meant(pattern: Pattern, manifest: Manifest) -> str:
+def meant(pattern: Pattern, manifest: Manifest) -> str:
     path = ""
     for part in pattern.modules if "*" not in "".join(pattern.modules) else ():
         inner = f"{path}.{part}".strip(".")

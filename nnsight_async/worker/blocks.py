@@ -14,9 +14,11 @@ from nnsight_async.interleave.locations import LOGITS, SAMPLES, Location
 from nnsight_async.interleave.planned import PlannedSaves
 from nnsight_async.interleave.rows import Batch, Span
 from nnsight_async.runs.shipment import Shipment
+from nnsight_async.tree.captures import capturing
 from nnsight_async.tree.plans import plan_of
 from nnsight_async.tree.references import resolved
 from nnsight_async.worker.constants import Constants
+from nnsight_async.worker.ops import Ops
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -46,6 +48,7 @@ class Blocks:
     ) -> None:
         self.interleaver = interleaver
         self.constants = Constants(device)
+        self.ops = Ops()
         self._outbox = outbox
         self._recycling = recycling
         self._adapters = adapters
@@ -74,8 +77,8 @@ class Blocks:
 
     @property
     def idle(self) -> bool:
-        """Whether no request here has a block."""
-        return not self._runs
+        """Whether no request here has a block, or operations."""
+        return not self._runs and self.ops.idle
 
     @property
     def edits(self) -> int:
@@ -105,20 +108,24 @@ class Blocks:
 
     def schedule(self, scheduled: SchedulerOutput) -> None:
         """Take in the requests that arrive with a step and let go of those that are over."""
-        self._recycling.hand_over(scheduled, self._runs)
+        self._recycling.hand_over(scheduled, self._runs, self.ops.wild_requests)
         for request in scheduled.scheduled_new_reqs:
-            again = request.req_id in self._runs  # it was preempted
+            again = request.req_id in self._runs or request.req_id in self.ops  # it was preempted
             failure = self._adapters.provide(request, again=again)
             if not again and self._arrive(request, failure):
                 self._recycling.arrive(request)
                 self.interleaver.arrive(self._runs[request.req_id])
+            if not again and request.req_id in self.ops.wild_requests:
+                self._recycling.taint(request)
         if self._runs:
             self._part(scheduled.finished_req_ids)
         if scheduled.finished_req_ids:
+            self.ops.part(scheduled.finished_req_ids)
             self._adapters.part(scheduled.finished_req_ids)
 
     def begin_step(self, step: Composition) -> None:
         """The forward pass over `step` is about to run."""
+        self.ops.begin_step(step)
         if self.interleaver.crews:  # nothing was drawn in the last one
             self.interleaver.end_step()
         self._scheduled.clear()
@@ -162,8 +169,9 @@ class Blocks:
 
     def logits(self, logits: Any) -> Any:
         logits = self._fire(LOGITS, logits)
-        if self._scheduled:
-            make_drawable(logits, dict.fromkeys(row for run, row in self._scheduled.items() if run.wrote))
+        if self._scheduled or self.ops.wild:
+            wrote = [row for run, row in self._scheduled.items() if run.wrote]
+            make_drawable(logits, dict.fromkeys(sorted([*wrote, *self.ops.wild]) if self.ops.wild else wrote))
         return logits
 
     def samples(self, samples: Any) -> Any:
@@ -196,7 +204,7 @@ class Blocks:
         if shipped is None:
             return False
         key, rows = _key(shipped.runs, request.req_id), _prompt_rows(request)
-        runs: list[BlockRun] = []
+        runs = self._captures(key, rows, shipped)
         for number in (*shipped.edits, *(() if shipped.block is None else (None,))):
             run = BlockRun(key, self.interleaver, rows, shipped.budget, shipped.timeout, part=len(runs))
             runs.append(run)
@@ -209,12 +217,29 @@ class Blocks:
                 self._begin(run, edit.payload)
         if self.interleaver.plans:
             self._plan(runs)
+        part = len(runs)
+        if shipped.ops is not None:
+            self._outbox.say(key, part, self.ops.arrive(request, shipped.ops, rows))
+            part += 1
         if shipped.adapter:
-            self._outbox.say(key, len(runs), failure)
+            self._outbox.say(key, part, failure)
         self._outbox.flush()  # what could not begin
         if runs or shipped.adapter:
             self._runs[request.req_id] = tuple(runs)
         return bool(runs)
+
+    def _captures(self, key: int, rows: int, shipped: Shipment) -> list[BlockRun]:
+        """What captures of a request: a block of its own, before all others."""
+        if shipped.ops is None or not shipped.ops.captures:
+            return []
+        run = BlockRun(key, self.interleaver, rows, shipped.budget, shipped.timeout)
+        self._capture(run, shipped.ops.captures)
+        return [run]
+
+    def _capture(self, run: BlockRun, captures: Sequence[tuple[str, str]]) -> None:
+        program = capturing(captures, self.interleaver.model)
+        with self.interleaver.apart():
+            run.prepare(lambda: program)
 
     def _begin(self, run: BlockRun, block: bytes | None) -> None:
         self._prepare(run, block or b"")

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from nnsight_async.worker.blocks import Blocks, Edit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from nnsight_async.interleave.block import BlockRun
 
 
@@ -17,6 +19,9 @@ class FollowingBlocks(Blocks):
         self._edits[number] = edit
 
     def receive(self, digest: bytes, size: int, start: int, piece: bytes) -> None:
+        pass
+
+    def _capture(self, run: BlockRun, captures: Sequence[tuple[str, str]]) -> None:
         pass
 
     def _begin(self, run: BlockRun, block: bytes | None) -> None:

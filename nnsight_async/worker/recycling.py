@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,9 +28,14 @@ class Recycling:
         self._held: dict[str, list[int]] = {}
         self._edited: set[int] = set()
 
-    def hand_over(self, scheduled: SchedulerOutput, runs: Mapping[str, Sequence[BlockRun]]) -> None:
-        """Look at the blocks that a step gives out, before its forward pass; `runs` are those that are still known."""
-        if not runs and not self._edited:
+    def hand_over(
+        self, scheduled: SchedulerOutput, runs: Mapping[str, Sequence[BlockRun]], tainting: Collection[str] = ()
+    ) -> None:
+        """Look at the blocks that a step gives out, before its forward pass; `runs` are those that are still known.
+
+        What the requests `tainting` are given counts as edited from the beginning.
+        """
+        if not runs and not self._edited and not tainting:
             return
         for request, blocks in runs.items():
             for run in blocks:  # a generator would take three times as long
@@ -40,12 +45,18 @@ class Recycling:
         if self._edited:
             self._clear(self._edited.intersection(block for _, blocks in given for block in blocks))
         for request, blocks in given:
+            if request in tainting:
+                self._edited.update(blocks)
             if request in runs:
                 self._held.setdefault(request, []).extend(blocks)
 
     def arrive(self, request: NewRequestData) -> None:
         """A run with a block has come with this step."""
         self._held[request.req_id] = self._unread(request.block_ids, request.num_computed_tokens)
+
+    def taint(self, request: NewRequestData) -> None:
+        """A request has come whose operations may leave anything in what it has been given."""
+        self._edited.update(self._unread(request.block_ids, request.num_computed_tokens))
 
     def part(self, request: str, runs: Sequence[BlockRun]) -> None:
         """A request has ended; what its blocks have edited stays marked until it is handed on."""

@@ -28,6 +28,7 @@ from nnsight_async.worker.entries import around
 from nnsight_async.worker.following import FollowingBlocks
 from nnsight_async.worker.graphs import Graphs
 from nnsight_async.worker.last_words import HOME, spoken
+from nnsight_async.worker.op_sites import OpSites, Streams, hooked, ops_of
 from nnsight_async.worker.outbox import NoOutbox, Outbox
 from nnsight_async.worker.recycling import Recycling
 from nnsight_async.worker.refuse import refuse
@@ -65,6 +66,7 @@ class BlockWorker:
     nnsight_agree: Callable[[str | None], Sequence[str | None]]
     nnsight_runner: str
     nnsight_adapters: Adapters
+    nnsight_op_sites: OpSites | None = None
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -74,6 +76,10 @@ class BlockWorker:
     def init_device(self) -> None:
         refuse(self.vllm_config)  # type: ignore[attr-defined]
         super().init_device()  # type: ignore[misc]
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        self.nnsight_op_sites = hooked(self.model_runner)  # type: ignore[attr-defined]
 
     def compile_or_warm_up_model(self) -> Any:
         times = super().compile_or_warm_up_model()  # type: ignore[misc]
@@ -182,6 +188,7 @@ class BlockWorker:
             "reports": interleaver.sites.reports,
             "steps": self.nnsight_blocks.steps,
             "planned": self.nnsight_blocks.planned,
+            "ops": self.nnsight_blocks.ops.total,
             "block_seconds": interleaver.watchdog.seconds,
             "graphs": 0 if self.nnsight_graphs is None else self.nnsight_graphs.recorded,
             "strikes": interleaver.watchdog.total,
@@ -212,7 +219,8 @@ class BlockWorker:
 
         pipeline = PipelineParallel(runner) if self.parallel_config.pipeline_parallel_size > 1 else None  # type: ignore[attr-defined]
         group = pipeline or TensorParallel.of(runner)
-        calls = record(model, forward, group.observed)
+        streams = Streams(group.observed)
+        calls = record(model, forward, streams)
         manifest = describe(model, repo=runner.model_config.model, vllm_version=vllm.__version__, calls=calls)
         manifest = manifest if pipeline is None else pipeline.whole(manifest)
         self.nnsight_manifest = manifest
@@ -233,6 +241,7 @@ class BlockWorker:
         self.nnsight_adapters = Adapters(self, manager, group.agree)  # type: ignore[arg-type]
         blocks = StagedBlocks if pipeline is not None else Blocks if group.leads else FollowingBlocks
         self.nnsight_blocks = blocks(interleaver, self.nnsight_outbox, runner.device, recycling, self.nnsight_adapters)
+        self.nnsight_blocks.ops = ops_of(runner, interleaver, manifest, streams, self.nnsight_op_sites)
         if graphs is not None:
             graphs.interleaver = interleaver
         self.nnsight_graphs = graphs

@@ -439,3 +439,22 @@ def test_invokes_and_several_sequences(one, staged):
         return [early, late, both]
 
     assert_close(of(staged), of(one))
+
+
+async def test_declared_operations_act_on_every_stage(staged, hf):
+    vectors = torch.randn(4, 128, generator=torch.Generator().manual_seed(5))
+    wanted = generation(hf, PROMPT, 5, {n: lambda x, n=n: x + vectors[n] for n in range(4)})
+
+    def nothing(model, tracer):
+        for _ in tracer.iter[:]:
+            tracer.save(model.logits, "logits")
+
+    ops = [staged.steer(n, vectors[n]) for n in range(4)] + [staged.capture(1, "stream")]
+    async with staged.run(PROMPT, nothing, ops=ops, max_tokens=5, temperature=0.0, ignore_eos=True) as run:
+        tokens = [token async for token in run.stream()]
+
+    assert [token.id for token in tokens] == wanted.ids
+    torch.testing.assert_close(torch.cat([token.saves["logits"] for token in tokens]), wanted.logits, **CLOSE)
+    torch.testing.assert_close(torch.cat([token.saves["stream"] for token in tokens]), wanted.streams[1], **CLOSE)
+    with pytest.raises(ValueError, match="prompt has 5 tokens"):
+        await staged.generate(PROMPT, ops=[staged.steer(0, vectors[0], positions=-6)], max_tokens=1)

@@ -183,6 +183,34 @@ def test_attention_pattern_from_queries_and_keys(pair):
     torch.testing.assert_close(pattern @ v, mixed, **CLOSE)
 
 
+@pytest.mark.backends("vllm")
+def test_declared_steering_equals_the_block_bit_by_bit(pair):
+    model, layer, width = pair.model, pair.layers[1], pair.hf.config.hidden_size
+    vector = torch.randn(width, generator=torch.Generator().manual_seed(1))
+    declared = [model.steer(layer, vector, scale=1.5), model.replace(pair.layers[2], vector, positions=[2, -1])]
+    scaled = 1.5 * vector
+
+    def block(view, tracer):
+        for step in tracer.iter[:]:
+            layer.resid_post += scaled
+            if step == 0:
+                pair.layers[2].resid_post[[2, -1]] = vector
+            tracer.save(view.logits, "logits")
+
+    def nothing(view, tracer):
+        for _ in tracer.iter[:]:
+            tracer.save(view.logits, "logits")
+
+    sampling = {"max_tokens": 5, "temperature": 0.0, "ignore_eos": True}
+    by_block = model.run(PROMPT, block, **sampling).result()
+    by_ops = model.run(PROMPT, nothing, ops=declared, **sampling).result()
+
+    assert by_ops.outputs[0].token_ids == by_block.outputs[0].token_ids
+    assert torch.equal(by_ops.saves["logits"], by_block.saves["logits"])
+    plain = model.run(PROMPT, nothing, **sampling).result()
+    assert not torch.equal(by_ops.saves["logits"], plain.saves["logits"])
+
+
 @pytest.mark.parametrize("name", ["resid_pre", "resid_mid", "resid_post"])
 def test_one_that_was_passed_is_named_as_it_is_written(model, name):
     words = rf"model\.model\.layers\[1\]\.{name} has already been passed"

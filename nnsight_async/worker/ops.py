@@ -1,0 +1,276 @@
+"""The declared operations of the requests that this worker serves, from arrival to end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from nnsight_async.errors import NotASiteError, OpLimitError, ShapeError
+from nnsight_async.interleave.locations import expression
+from nnsight_async.worker.op_positions import groups
+from nnsight_async.worker.op_tables import KINDS, NOTHING, Mirror, Room, Tables
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from vllm.v1.core.sched.output import NewRequestData
+
+    from nnsight_async.runs.ops import Op, ShippedOps, Vector
+    from nnsight_async.worker.composition import Composition
+
+Step = tuple[int, int, bytes, float, float]
+"""An operation of a state: its site, its kind, what tells its vector from others, and its two numbers."""
+
+TAME = 1e12
+"""Up to here, numbers and vectors keep a stream of ordinary values finite, squares included, in float32."""
+
+
+class Limits(NamedTuple):
+    """How many positions the model knows, and whether its streams are of a type with a narrow range (float16)."""
+
+    positions: int = 1
+    narrow: bool = False
+
+
+@dataclass(slots=True)
+class Applied:
+    """The operations of one request."""
+
+    states: NDArray[np.int32]
+    """By position; the last holds for all after it."""
+    settled: int
+    """From this position on it is the same state."""
+    chains: list[tuple[Step, ...]]
+    paths: tuple[str, ...]
+    wild: bool
+    """Whether they might make the stream infinite."""
+
+    def at(self, position: int, rows: int) -> NDArray[np.int32]:
+        if position >= self.settled:
+            return np.full(rows, self.states[-1], dtype=np.int32)
+        last = len(self.states) - 1
+        return self.states[np.minimum(np.arange(position, position + rows), last)]
+
+
+@dataclass(slots=True)
+class Shared:
+    """A state or a vector, which several requests may use."""
+
+    number: int
+    users: int = 0
+    nodes: list[int] = field(default_factory=list[int])
+
+
+class Ops:
+    """Operations by vLLM request id. A step that is like the one before it costs a comparison of who is in it."""
+
+    def __init__(
+        self,
+        sites: Mapping[str, int] | None = None,
+        tables: Callable[[], Tables] | None = None,
+        limits: Limits | None = None,
+        enter: Callable[[str, bool], object] | None = None,
+    ) -> None:
+        """`sites`: the layers where operations can act, those of other stages too, with their numbers.
+
+        So all ranks find the same wrong with a request.
+
+        `tables` makes the tables, when they are needed first; `enter` has a layer report while it is to be changed.
+        """
+        self._sites = sites or {}
+        self._make = tables
+        self._limits = limits or Limits()
+        self._enter = enter
+        self._live: dict[str, Applied] = {}
+        self._states: dict[tuple[Step, ...], Shared] = {}
+        self._vectors: dict[bytes, Shared] = {}
+        self._entered: Counter[str] = Counter()
+        self._mirror: Mirror | None = None
+        self._room: dict[str, Room] = {}
+        self._seen: tuple[list[str], list[int]] = [], []
+        self._unsettled: list[tuple[int, int]] = []
+        self.wild: list[int] = []
+        """Which of the step's requests have operations that might make its stream infinite."""
+        self.wild_requests: set[str] = set()
+        """Those of all requests."""
+        self.total = 0
+        """Requests that had operations, so far."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request here has operations."""
+        return not self._live
+
+    def __contains__(self, request: str) -> bool:
+        return request in self._live
+
+    def arrive(self, request: NewRequestData, shipped: ShippedOps, prompt: int) -> Exception | None:
+        """Take a request in; returns what is wrong with its operations."""
+        most, params = self._limits.positions, request.sampling_params
+        tokens = None if params is None else params.max_tokens
+        total = most if tokens is None else min(prompt + max(tokens - 1, 0), most)
+        self.total += 1
+        try:
+            if shipped.ops:
+                self._take(request.req_id, shipped.each(), prompt, max(total, prompt, 1))
+        except Exception as error:
+            return error
+        return None
+
+    def part(self, finished: Iterable[str]) -> None:
+        """Requests are over: let go of what they used."""
+        for request in finished:
+            applied = self._live.pop(request, None)
+            self.wild_requests.discard(request)
+            if applied is not None:
+                self._release(applied.chains)
+                self._leave(applied.paths)
+
+    def begin_step(self, step: Composition) -> None:
+        """The forward pass over `step` is about to run."""
+        mirror = self._mirror
+        if mirror is None or not (self._live or mirror.marked):
+            return
+        mirror.upload()
+        requests = list(step.requests)
+        starts = [int(start) for start in step.starts[: len(requests) + 1]]
+        if (requests, starts) == self._seen and all(step.computed[at] >= settled for at, settled in self._unsettled):
+            return
+        states = torch.full((starts[-1] if starts else 0,), NOTHING, dtype=torch.int32)
+        unsettled: list[tuple[int, int]] = []
+        steady = True
+        self.wild = []
+        for at, request in enumerate(requests):
+            applied = self._live.get(request)
+            if applied is None:
+                continue
+            position = int(step.computed[at])
+            states[starts[at] : starts[at + 1]] = torch.from_numpy(applied.at(position, starts[at + 1] - starts[at]))
+            if applied.settled:
+                unsettled.append((at, applied.settled))
+                steady = steady and position >= applied.settled
+            if applied.wild:
+                self.wild.append(at)
+        mirror.mark(states)
+        self._seen, self._unsettled = (requests, starts) if steady else ([], []), unsettled
+
+    def _take(self, request: str, ops: Sequence[Op], prompt: int, total: int) -> None:
+        """Find room for what a request does, or let go of what was found and raise."""
+        for op in ops:
+            if op.path not in self._sites:
+                raise NotASiteError(f"{expression(op.path)} is not a layer where declared operations act (op_sites=)")
+        vectors = {op.vector.digest: op.vector for op in ops}
+        for vector in vectors.values():
+            self._check_width(vector)
+        steps = [self._step(op) for op in ops]
+        wheres = [op.positions for op in ops]
+        sets, which = groups(wheres, prompt, total)
+        chains = [tuple(steps[number] for number in chosen) for chosen in sets]
+        taken: list[tuple[Step, ...]] = []
+        try:
+            numbers: list[int] = []
+            for chain in chains:
+                numbers.append(self._state(chain, vectors) if chain else NOTHING)
+                taken += [chain] if chain else []
+        except BaseException:
+            self._release(taken)
+            raise
+        states = np.array(numbers, dtype=np.int32)[which]
+        changes = np.flatnonzero(np.diff(states))
+        settled = int(changes[-1]) + 1 if len(changes) else 0
+        paths = dict.fromkeys(op.path for op in ops)
+        wild = self._limits.narrow or any(map(_is_wild, ops))
+        if wild:
+            self.wild_requests.add(request)
+        self._live[request] = Applied(states[: settled + 1], settled, taken, tuple(paths), wild)
+        for path in paths:
+            self._entered[path] += 1
+            if self._entered[path] == 1 and self._enter is not None:
+                self._enter(path, True)
+
+    def _leave(self, paths: Iterable[str]) -> None:
+        for path in paths:
+            self._entered[path] -= 1
+            if not self._entered[path] and self._enter is not None:
+                self._enter(path, False)
+
+    def _step(self, op: Op) -> Step:
+        return self._sites[op.path], KINDS.index(op.kind), op.vector.digest, op.low, op.high
+
+    def _state(self, chain: tuple[Step, ...], vectors: Mapping[bytes, Vector]) -> int:
+        """The number of the state in which all that is done."""
+        found = self._states.get(chain)
+        if found is None:
+            found = self._states[chain] = self._made(chain, vectors)
+        found.users += 1
+        return found.number
+
+    def _made(self, chain: tuple[Step, ...], vectors: Mapping[bytes, Vector]) -> Shared:
+        mirror, room = self._ready(), self._room
+        new = {digest for _, _, digest, _, _ in chain} - self._vectors.keys()
+        for what, wanted in (("states", 1), ("nodes", len(chain)), ("vectors", len(new))):
+            if len(room[what]) < wanted:
+                raise OpLimitError(
+                    f"the requests of this engine use {room[what].size} {SAID[what]} of declared operations, which is "
+                    "all that it has room for: send fewer at a time, or raise max_num_seqs"
+                )
+        for digest in sorted(new):
+            shared = self._vectors[digest] = Shared(room["vectors"].take())
+            mirror.vector(shared.number, vectors[digest].tensor())
+        made = Shared(room["states"].take(), nodes=[room["nodes"].take() for _ in chain])
+        heads: dict[int, int] = {}
+        for (site, kind, digest, low, high), node in zip(reversed(chain), made.nodes, strict=True):
+            vector = self._vectors[digest]
+            vector.users += 1
+            mirror.node(node, kind, vector.number, heads.get(site, NOTHING), low, high)
+            heads[site] = node
+        mirror.state(made.number, list(heads.items()))
+        return made
+
+    def _release(self, chains: Iterable[tuple[Step, ...]]) -> None:
+        for chain in chains:
+            state = self._states[chain]
+            state.users -= 1
+            if state.users:
+                continue
+            del self._states[chain]
+            self._room["states"].give(state.number)
+            for node in state.nodes:
+                self._room["nodes"].give(node)
+            for _, _, digest, _, _ in chain:
+                vector = self._vectors[digest]
+                vector.users -= 1
+                if not vector.users:
+                    del self._vectors[digest]
+                    self._room["vectors"].give(vector.number)
+
+    def _ready(self) -> Mirror:
+        if self._mirror is None:
+            assert self._make is not None
+            tables = self._make()
+            self._mirror = Mirror(tables)
+            sizes = tables.sizes
+            self._room = {"states": Room(sizes.states), "nodes": Room(sizes.nodes), "vectors": Room(sizes.vectors)}
+        return self._mirror
+
+    def _check_width(self, vector: Vector) -> None:
+        width = self._ready().width
+        if vector.width != width:
+            raise ShapeError(f"a vector of {vector.width} was given, and the residual stream has a width of {width}")
+
+
+SAID = {"states": "combinations", "nodes": "steps", "vectors": "vectors"}
+
+
+def _is_wild(op: Op) -> bool:
+    """Whether it may make values of an ordinary stream very large."""
+    if op.kind == "ablate":
+        return not 0 <= op.low <= 2
+    largest = float(op.vector.tensor().abs().max())
+    if op.kind == "steer":
+        return abs(op.low) * largest > TAME
+    return max([largest, *(abs(bound) for bound in (op.low, op.high) if np.isfinite(bound))]) > TAME
