@@ -33,6 +33,7 @@ from nnsight_async.runs.invokes import ABSENT, InvokeTrace
 from nnsight_async.runs.job import Job
 from nnsight_async.runs.keywords import over
 from nnsight_async.runs.map import Map
+from nnsight_async.runs.ops import edit_ops
 from nnsight_async.runs.request import Request
 from nnsight_async.runs.surface import Mode, Surface
 from nnsight_async.runs.trace import Trace
@@ -280,6 +281,7 @@ class VLLM(Surface, Declaring, ModelView):
         *,
         name: str | None = None,
         rowwise: bool = False,
+        ops: Any = None,
         **where: Any,
     ) -> Any:
         """`with model.edit(name) as (tracer, edit):`: install a block that every request of the engine runs.
@@ -295,6 +297,8 @@ class VLLM(Surface, Declaring, ModelView):
             rowwise: whether what the block does to each row depends on that row alone. Requests that run nothing but
                 such edits share cached prefixes, if the engine caches any; a block that is not so must see its whole
                 prompt.
+            ops: instead of a block, declared operations that change the stream; this returns the `Edit` then, too.
+                They act before those of the request.
             where: `serve=` and `api_key=`, as for `trace`.
 
         Raises:
@@ -304,6 +308,8 @@ class VLLM(Surface, Declaring, ModelView):
         check_names(where, ("serve", "api_key"), "edit()")
         if isinstance(probe, str):
             probe, name = None, probe
+        if ops is not None:
+            return on._edit(None, name, rowwise=rowwise, ops=edit_ops(ops, alone=probe is None))
         return on._edit(None if probe is None else on._probed(probe), name, rowwise=rowwise)
 
     def install(self, edit: Installed) -> None:

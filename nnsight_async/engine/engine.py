@@ -119,7 +119,7 @@ class Engine:
         self._constants = Constants(self._ask, limits.constant_bytes)
         self.adapters = Adapters(self._ask, enabled=bool(settings.get("enable_lora")))
         self._prefixes = Prefixes(bool(settings.get("enable_prefix_caching")))
-        self.edits = Edits(self._ask, self._constants, limits.block_seconds)
+        self.edits = Edits(self._ask, self._constants, limits.block_seconds, self.check_sites)
         self.llm: AsyncLLM
         self.manifest: Manifest
 
@@ -145,15 +145,16 @@ class Engine:
     def submit(self, run: Run) -> None:
         """Start a run; returns at once."""
         run.model = self.name
-        run.ride(self.edits.chosen(run.request.edits))
+        chosen = self.edits.chosen(run.request.edits)
+        run.ride(chosen)
         if run.request.lora is not None:
             self.adapters.check(run.request.lora, run)
-        if run.has_blocks or run.request.ops or run.request.lora is not None:
-            self._check_sites(run.request.ops)
+        if run.has_blocks or run.ops or run.request.lora is not None:
+            self.check_sites(run.request.ops)
             limits = self._limits
             block = None if run.block is None else run.block.payload
             edits = tuple(edit.number for edit in run.edits)
-            adapter, ops = run.request.lora is not None, ShippedOps.of(run.request.ops)
+            adapter, ops = run.request.lora is not None, ShippedOps.of(run.ops)
             shipment = Shipment(
                 (run.key,), block, limits.save_bytes, limits.block_seconds, edits, adapter=adapter, ops=ops
             )
@@ -164,7 +165,7 @@ class Engine:
                 request.prompt,
                 request.params,
                 run.key,
-                run.edits,
+                chosen,
                 block=run.block is not None or bool(run.request.ops),
                 adapter=self.adapters.changes(request.lora),
             )
@@ -173,7 +174,7 @@ class Engine:
                 raise EngineClosedError(CLOSED)
             self._loop.call_soon_threadsafe(self._launch, run)
 
-    def _check_sites(self, ops: Ops) -> None:
+    def check_sites(self, ops: Ops) -> None:
         """Raise `NotASiteError` for an operation where none act on this engine."""
         if not self.op_sites and self._settings["enforce_eager"]:
             return

@@ -6,12 +6,13 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from nnsight_async.engine.sampling import edit_names, mistake
 from nnsight_async.runs import echo, failures
 from nnsight_async.runs.ledger import Ledger
+from nnsight_async.runs.ops import ShippedOps
 from nnsight_async.runs.run import new_key
 from nnsight_async.runs.shipment import KEY, Shipment
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    from nnsight_async.capture.block import Block
     from nnsight_async.engine.adapters import Adapters
     from nnsight_async.engine.edits import Edits
     from nnsight_async.engine.engine import Limits
@@ -84,11 +86,15 @@ class Foreign:
     _cumulative: bool = False
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     _pending: deque[Any] = field(default_factory=deque[Any])
+    _blocks: list[Block] = field(default_factory=list[Any])
     _sequences: dict[int, _Sequence] = field(default_factory=dict[int, _Sequence])
 
     def __post_init__(self) -> None:
         self.keys = tuple(new_key() for _ in range(self.count))
-        labels = [*map(str, self.edits), *(["the adapter"] if self.lora is not None else [])]
+        operated = any(edit.ops for edit in self.edits)
+        self._blocks = [edit.block for edit in self.edits if not edit.ops]
+        labels = [str(edit) for edit in self.edits if not edit.ops]
+        labels += [*(["a declared operation"] if operated else []), *(["the adapter"] if self.lora is not None else [])]
         self._sequences = {key: _Sequence(Ledger(labels)) for key in self.keys}
 
     def feed(self, collector: Any, *, delta: bool) -> None:
@@ -140,9 +146,9 @@ class Foreign:
             self._end(error)
 
     def _beginning(self, part: int) -> failures.Place | None:
-        if part == len(self.edits):  # the adapter
+        if part >= len(self._blocks):  # operations, or the adapter
             return None
-        block = self.edits[part].block
+        block = self._blocks[part]
         return block.filename, block.first_line, block.function
 
     def _advance(self) -> None:
@@ -270,8 +276,9 @@ class ForeignRequests:
             None,
             self._limits.save_bytes,
             self._limits.block_seconds,
-            tuple(edit.number for edit in edits),
+            tuple(edit.number for edit in edits if not edit.ops),
             lora is not None,
+            ShippedOps.of(replace(op, edit=edit.number) for edit in edits for op in edit.ops),
         ).onto(params)
         if ready:
             prompt = copy(prompt)

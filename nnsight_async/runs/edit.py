@@ -8,15 +8,17 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
+from nnsight_async.capture.block import Block
 from nnsight_async.errors import OutsideBlockError
 from nnsight_async.runs.body import BodyStatement, Ready, caller, check_awaiting_allowed, check_blocking_allowed
 from nnsight_async.runs.handle import block_of
 from nnsight_async.runs.trace import Tracer
 
 if TYPE_CHECKING:
-    from nnsight_async.capture.block import Block
     from nnsight_async.capture.body import BodyCapture
+    from nnsight_async.runs.ops import Op
 
+NO_BLOCK = Block(b"", (), "", 0, "")
 FORM = "with model.edit() as (tracer, edit)"
 
 _numbers = count(1).__next__
@@ -24,19 +26,25 @@ _numbers = count(1).__next__
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """A block for every request. `rowwise`: what it does to a row depends on that row alone."""
+    """A block for every request. `rowwise`: what it does to a row depends on that row alone.
+
+    With `ops`, those are all that it does, and its block is `NO_BLOCK`.
+    """
 
     block: Block
     name: str | None
     rowwise: bool
     number: int = field(default_factory=_numbers)
+    ops: tuple[Op, ...] = ()
 
     @property
     def place(self) -> str:
         return f"{Path(self.block.filename).name}:{self.block.first_line}"
 
     def __str__(self) -> str:
-        return f"the edit {self.name!r}" if self.name is not None else f"the edit of {self.place}"
+        if self.name is not None:
+            return f"the edit {self.name!r}"
+        return f"the edit of {', '.join(map(repr, self.ops)) or self.place}"
 
 
 class Editor(Protocol):

@@ -58,6 +58,8 @@ class Op:
     low: float
     high: float
     positions: Positions = None
+    edit: int = 0
+    """The number of the edit that it is of."""
 
     def __repr__(self) -> str:
         where = "" if self.positions is None else f" at positions {self.positions}"
@@ -82,7 +84,7 @@ class ShippedOps(NamedTuple):
     """The operations of a request as plain data: each vector once, and by number in the operations that use it."""
 
     vectors: list[Vector]
-    ops: list[tuple[Kind, str, int, float, float, Positions]]
+    ops: list[tuple[Kind, str, int, float, float, Positions, int]]
     captures: list[tuple[str, str]]
 
     @classmethod
@@ -97,23 +99,20 @@ class ShippedOps(NamedTuple):
             number = vectors.setdefault(op.vector.digest, len(vectors))
             if number == len(shipped.vectors):
                 shipped.vectors.append(op.vector)
-            shipped.ops.append((op.kind, op.path, number, op.low, op.high, op.positions))
+            shipped.ops.append((op.kind, op.path, number, op.low, op.high, op.positions, op.edit))
         return shipped if shipped.ops or shipped.captures else None
 
     def each(self) -> list[Op]:
         """What changes the stream, in its order."""
         vectors = [Vector(*vector) for vector in self.vectors]
         return [
-            Op(
-                kind,
-                path,
-                vectors[number],
-                low,
-                high,
-                cast("Positions", tuple(where) if isinstance(where, list) else where),
-            )
-            for kind, path, number, low, high, where in self.ops
+            Op(kind, path, vectors[number], low, high, cast("Positions", _tuple(where)), edit)
+            for kind, path, number, low, high, where, edit in self.ops
         ]
+
+
+def _tuple(where: Any) -> Any:
+    return tuple(cast("list[Any]", where)) if isinstance(where, list) else where
 
 
 def ops_of(given: Any, what: str) -> Ops:
@@ -128,6 +127,19 @@ def ops_of(given: Any, what: str) -> Ops:
     raise TypeError(
         f"{what} got ops={given!r}: a list of what model.steer, ablate, clamp, replace and capture make is expected"
     )
+
+
+def edit_ops(given: Any, *, alone: bool) -> tuple[Op, ...]:
+    """What `ops=[...]` of an edit holds: at least one operation, and none that captures; `alone`, without a block."""
+    found = ops_of(given, "edit()")
+    if not alone:
+        raise TypeError("edit() takes a block or ops=, not both: install two edits")
+    if not found:
+        raise ValueError("edit() got ops=[]: it would do nothing")
+    changes = tuple(op for op in found if isinstance(op, Op))
+    if len(changes) < len(found):
+        raise TypeError("an edit captures with a block: `with model.edit() as (tracer, edit):`, and saves in it")
+    return changes
 
 
 def vector_of(given: Any, what: str, width: int | None) -> torch.Tensor:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from nnsight_async.capture.block import Block
     from nnsight_async.runs.edit import Installed
     from nnsight_async.runs.frames import Frame
+    from nnsight_async.runs.ops import Ops
     from nnsight_async.runs.request import Request
 
 log = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class Run(Job):
         """The name of the model that it was given to."""
         self.block = block
         self.edits: Sequence[Installed] = ()
+        self.ops: Ops = request.ops
+        """Its declared operations, those of its edits included."""
         self.captures = bool(captured)
         """Whether streams are captured, by a part of the request that comes before its edits."""
         self.ledger = Ledger(OWN if block is not None else ())
@@ -84,14 +87,15 @@ class Run(Job):
         self._hearing = hearing or Hearing()
         self._warned: list[echo.Warned] = []
 
-    def ride(self, edits: Sequence[Installed]) -> None:
-        """The request runs these edits, before its own block."""
-        self.edits = edits
+    def ride(self, edits: Sequence[Installed], *, operated: bool = False) -> None:
+        """The request runs these edits, before its own block. `operated`: it has operations of others besides."""
+        self.edits = [edit for edit in edits if not edit.ops]
+        self.ops = (*(replace(op, edit=edit.number) for edit in edits for op in edit.ops), *self.request.ops)
         captures = ["a capture"] if self.captures else []
         own = OWN if self.block is not None else ()
-        ops = ["a declared operation"] if self.request.ops else []
+        ops = ["a declared operation"] if self.ops or operated else []
         adapter = ["the adapter"] if self.request.lora is not None else []
-        self.ledger = Ledger([*captures, *map(str, edits), *own, *ops, *adapter])
+        self.ledger = Ledger([*captures, *map(str, self.edits), *own, *ops, *adapter])
 
     @property
     def has_blocks(self) -> bool:

@@ -86,7 +86,13 @@ class Blocks:
         return len(self._edits)
 
     def install(self, number: int, edit: Edit, timeout: float) -> None:
-        """Have an edit, for requests that say that they run it; raises what loading its block does."""
+        """Have an edit, for requests that say that they run it; raises what loading its block does.
+
+        One without a block has operations, which come with the requests.
+        """
+        if not edit.payload:
+            self._edits[number] = edit
+            return
         trial = BlockRun(0, self.interleaver, 0, timeout=timeout)
         self._prepare(trial, edit.payload)
         if trial.error is not None:
@@ -101,6 +107,7 @@ class Blocks:
         """End edits, in the requests that run them now too."""
         for number in numbers:
             self._edits.pop(number, None)
+        self.ops.clear(numbers)
         with torch.inference_mode():
             for run in [run for run, number in self._edited_by.items() if number in numbers and not run.over]:
                 self.interleaver.dismiss(run)
@@ -219,7 +226,7 @@ class Blocks:
             self._plan(runs)
         part = len(runs)
         if shipped.ops is not None:
-            self._outbox.say(key, part, self.ops.arrive(request, shipped.ops, rows))
+            self._outbox.say(key, part, self.ops.arrive(request, shipped.ops, rows, self._edits))
             part += 1
         if shipped.adapter:
             self._outbox.say(key, part, failure)

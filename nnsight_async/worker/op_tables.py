@@ -27,7 +27,7 @@ class Sizes(NamedTuple):
     @classmethod
     def of(cls, rows: int, requests: int, sites: int, width: int) -> Sizes:
         """For so many requests at a time: as many vectors twice over, and 16 operations on each."""
-        states = max(2 * requests, 64)
+        states = max(2 * requests, 256)
         return cls(rows, max(sites, 1), states, 16 * states, states, width)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,6 +46,9 @@ class Applied:
     """From this position on it is the same state."""
     chains: list[tuple[Step, ...]]
     paths: tuple[str, ...]
+    ops: Sequence[Op]
+    prompt: int
+    total: int
     wild: bool
     """Whether they might make the stream infinite."""
 
@@ -108,18 +111,34 @@ class Ops:
     def __contains__(self, request: str) -> bool:
         return request in self._live
 
-    def arrive(self, request: NewRequestData, shipped: ShippedOps, prompt: int) -> Exception | None:
-        """Take a request in; returns what is wrong with its operations."""
+    def arrive(
+        self, request: NewRequestData, shipped: ShippedOps, prompt: int, edits: Collection[int] = ()
+    ) -> Exception | None:
+        """Take a request in; returns what is wrong with its operations.
+
+        Those of an edit that is none of `edits`, because it was cleared on the way, are left out.
+        """
         most, params = self._limits.positions, request.sampling_params
         tokens = None if params is None else params.max_tokens
         total = most if tokens is None else min(prompt + max(tokens - 1, 0), most)
         self.total += 1
         try:
-            if shipped.ops:
-                self._take(request.req_id, shipped.each(), prompt, max(total, prompt, 1))
+            ops = [op for op in shipped.each() if not op.edit or op.edit in edits]
+            if ops:
+                self._take(request.req_id, ops, prompt, max(total, prompt, 1))
         except Exception as error:
             return error
         return None
+
+    def clear(self, edits: Collection[int]) -> None:
+        """Edits end, in the requests that go on too."""
+        for request, applied in list(self._live.items()):
+            ops = [op for op in applied.ops if op.edit not in edits]
+            if len(ops) < len(applied.ops):
+                self.part([request])
+                if ops:
+                    self._take(request, ops, applied.prompt, applied.total)
+                self._seen = [], []
 
     def part(self, finished: Iterable[str]) -> None:
         """Requests are over: let go of what they used."""
@@ -170,6 +189,7 @@ class Ops:
         wheres = [op.positions for op in ops]
         sets, which = groups(wheres, prompt, total)
         chains = [tuple(steps[number] for number in chosen) for chosen in sets]
+        self._check_share({"states": len(chains), "nodes": sum(map(len, chains)), "vectors": len(vectors)})
         taken: list[tuple[Step, ...]] = []
         try:
             numbers: list[int] = []
@@ -186,7 +206,7 @@ class Ops:
         wild = self._limits.narrow or any(map(_is_wild, ops))
         if wild:
             self.wild_requests.add(request)
-        self._live[request] = Applied(states[: settled + 1], settled, taken, tuple(paths), wild)
+        self._live[request] = Applied(states[: settled + 1], settled, taken, tuple(paths), ops, prompt, total, wild)
         for path in paths:
             self._entered[path] += 1
             if self._entered[path] == 1 and self._enter is not None:
@@ -230,6 +250,15 @@ class Ops:
             heads[site] = node
         mirror.state(made.number, list(heads.items()))
         return made
+
+    def _check_share(self, wanted: Mapping[str, int]) -> None:
+        """One request may take half of the room."""
+        for what, count in wanted.items():
+            most = max(self._room[what].size // 2, 1)
+            if count > most:
+                raise OpLimitError(
+                    f"the declared operations of this request take {count} {SAID[what]}; one request may have {most}"
+                )
 
     def _release(self, chains: Iterable[tuple[Step, ...]]) -> None:
         for chain in chains:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,14 @@ class Request:
 class Worker:
     """Operations of requests of four tokens each on two layers, with room for little."""
 
-    def __init__(self, states: int = 4, nodes: int = 8, vectors: int = 3) -> None:
+    def __init__(self, states: int = 8, nodes: int = 16, vectors: int = 4) -> None:
         self.tables = Tables(Sizes(64, len(SITES), states, nodes, vectors, WIDTH), torch.device("cpu"))
         self.ops = Ops(SITES, lambda: self.tables, Limits(64))
 
     def arrive(self, name: str, *ops: Op) -> Exception | None:
         shipped: Any = ShippedOps.of(ops)
         request: Any = Request(name)
-        return self.ops.arrive(request, shipped, 4)
+        return self.ops.arrive(request, shipped, 4, edits={7})
 
     def step(self, computed: int, *requests: str, rows: int = 1) -> list[list[float]]:
         """What a pass over so many rows of each of the requests makes of ones after the first layer, by request."""
@@ -105,27 +106,50 @@ def test_positions_are_those_of_the_request_though_it_is_computed_again() -> Non
 
 
 def test_requests_share_vectors_and_past_the_room_for_them_one_fails_alone() -> None:
-    worker = Worker()
-    for name in ("a", "b", "c", "d", "e", "f"):
+    worker = Worker(vectors=4)
+    for name in ("a", "b", "c", "d", "e", "f", "g", "h", "i"):
         assert worker.arrive(name, steer(1.0)) is None  # one vector, in one combination
-    assert worker.arrive("g", steer(2.0), steer(3.0)) is None
-    failed = worker.arrive("h", steer(4.0))
+    assert worker.arrive("j", steer(2.0), steer(3.0)) is None
+    assert worker.arrive("k", steer(4.0)) is None
+    failed = worker.arrive("l", steer(5.0))
     assert isinstance(failed, OpLimitError)
-    assert "3 vectors" in str(failed)
-    assert worker.step(4, "f", "g", "h") == [[2.0], [6.0], [1.0]]
+    assert "4 vectors" in str(failed)
+    assert worker.step(4, "i", "j", "k", "l") == [[2.0], [6.0], [5.0], [1.0]]
 
-    worker.ops.part(["g"])
-    assert worker.arrive("h", steer(4.0), steer(5.0)) is None
-    assert worker.step(4, "f", "h") == [[2.0], [10.0]]
+    worker.ops.part(["j"])
+    assert worker.arrive("l", steer(5.0), steer(6.0)) is None
+    assert worker.step(4, "i", "k", "l") == [[2.0], [5.0], [12.0]]
+
+
+def test_one_request_has_half_of_the_room() -> None:
+    worker = Worker(vectors=4)
+    failed = worker.arrive("a", steer(1.0), steer(2.0), steer(3.0))
+    assert isinstance(failed, OpLimitError)
+    assert "take 3 vectors; one request may have 2" in str(failed)
+    assert worker.ops.idle
 
 
 def test_what_was_found_for_a_request_that_has_no_room_is_given_back() -> None:
-    worker = Worker(nodes=4)
+    worker = Worker(nodes=16)
+    assert worker.arrive("most", *[steer(1.0)] * 8) is None
+    assert worker.arrive("one", steer(1.0)) is None
     many = [steer(1.0, positions=(0,)), steer(1.0, scale=2.0, positions=(1,)), steer(1.0, scale=3.0), steer(1.0)]
-    for name in ("a", "b", "c", "d"):
+    for name in ("a", "b", "c", "d"):  # each needs eight steps, in three combinations
         assert isinstance(worker.arrive(name, *many), OpLimitError)
-    assert worker.arrive("e", steer(7.0), steer(8.0), steer(9.0)) is None
-    assert worker.step(4, "e") == [[25.0]]
+    assert worker.arrive("e", *[steer(2.0)] * 7) is None
+    assert worker.step(4, "most", "one", "e") == [[9.0], [2.0], [15.0]]
+
+
+def test_edits_that_end_leave_the_operations_of_requests_that_go_on() -> None:
+    worker = Worker()
+    edited = replace(steer(1.0), edit=7)
+    worker.arrive("a", edited, steer(2.0))
+    worker.arrive("b", edited)
+    worker.arrive("cleared before it came", replace(steer(1.0), edit=6), steer(2.0))
+    names = ("a", "b", "cleared before it came")
+    assert worker.step(4, *names) == [[4.0], [2.0], [3.0]]
+    worker.ops.clear([7])
+    assert worker.step(5, *names) == [[3.0], [1.0], [3.0]]
 
 
 COMPARE = """
@@ -213,10 +237,10 @@ class Model(torch.nn.Module):
         return hidden if residual is None else hidden + residual
 
 
-@pytest.mark.parametrize("pair", [True, False])
-def test_what_is_compiled_with_the_layers_goes_by_the_tables_of_the_step(pair: bool) -> None:
+@pytest.mark.parametrize("double", [True, False])
+def test_what_is_compiled_with_the_layers_goes_by_the_tables_of_the_step(double: bool) -> None:
     torch.manual_seed(0)
-    model, rows = Model(pair), torch.randn(5, WIDTH)
+    model, rows = Model(double), torch.randn(5, WIDTH)
     with torch.inference_mode():
         plain = model(rows)
         sites = OpSites(list(SITES), Sizes(64, 2, 4, 8, 4, WIDTH), torch.device("cpu"))
@@ -236,4 +260,4 @@ def test_what_is_compiled_with_the_layers_goes_by_the_tables_of_the_step(pair: b
         torch.testing.assert_close(model(rows), plain + added)
         ops.begin_step(Composition(["c"], [0, 5], [4], 5))
         shifted = model.layers[1](model.layers[0].linear(rows) + rows + 3.0, None)
-        torch.testing.assert_close(compiled(rows), sum(shifted) if pair else shifted)
+        torch.testing.assert_close(compiled(rows), sum(shifted) if double else shifted)
