@@ -221,6 +221,61 @@ async def test_requests_with_declared_operations_are_counted(model: VLLM) -> Non
     assert (await model.stats())["ops"] == before + 1
 
 
+async def test_declared_operations_of_edits_come_before_those_of_requests(model: VLLM, hf: Any) -> None:
+    ablated = [model.ablate(1, VECTOR)]
+    both = generation(hf, PROMPT, STEPS, {1: lambda x: without(x + OTHER)}).ids
+    steered = generation(hf, PROMPT, STEPS, {1: lambda x: x + OTHER}).ids
+    alone = generation(hf, PROMPT, STEPS, {1: without}).ids
+
+    edit = await model.edit(ops=[model.steer(1, OTHER)], name="calm")
+    try:
+        assert edit.name == "calm"
+        assert "calm" in repr(edit)
+        assert await drawn(model, None) == steered
+        assert await drawn(model, ablated, edits=["calm"]) == both
+        assert await drawn(model, ablated, edits=[]) == alone
+        with pytest.raises(ValueError, match="'calm' is installed"):
+            await model.edit(ops=ablated, name="calm")
+    finally:
+        await edit.clear()
+    assert await drawn(model, ablated) == alone
+    assert await drawn(model, None) == generation(hf, PROMPT, STEPS).ids
+
+
+async def test_an_edit_that_is_cleared_ends_for_requests_that_go_on(model: VLLM, hf: Any) -> None:
+    def probe(model: Any, tracer: Any) -> None:
+        for _ in tracer.iter[:]:
+            before = model.model.layers[1].output
+            tracer.save([before[0], before[1]], "pair")
+
+    edit = await model.edit(ops=[model.replace(1, VECTOR)])
+    async with model.run(PROMPT, probe, **{**GREEDY, "max_tokens": 4000}) as run, run.stream() as tokens:
+        replaced, edit_is_on = 0, True
+        async for token in tokens:
+            hidden, residual = token.saves["pair"]
+            if not torch.equal(residual, VECTOR.expand_as(residual)):
+                assert not edit_is_on
+                break
+            assert torch.equal(hidden, torch.zeros_like(hidden))
+            replaced += 1
+            if replaced == 3:
+                await edit.clear()
+                edit_is_on = False
+    assert replaced >= 3
+    await drained(model)
+
+
+@pytest.mark.parametrize(
+    ("ops", "error"), [([], ValueError), (["steer"], TypeError), (lambda m: [m.capture(1, "a")], TypeError)]
+)
+async def test_what_an_edit_cannot_be_made_of_is_refused(model: VLLM, ops: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        await model.edit(ops=ops(model) if callable(ops) else ops)
+    with pytest.raises(TypeError, match="not both"):
+        await model.edit(lambda model, tracer: None, ops=[model.steer(1, VECTOR)])
+    assert not model.edits
+
+
 @pytest.mark.parametrize(
     ("declare", "error", "message"),
     [

@@ -211,3 +211,23 @@ async def test_they_carry_no_shipment(model):
         with pytest.raises(VLLMClientError, match="not for requests"):
             await sent(model, extra_args={KEY: forged})
     await drained(model)
+
+
+async def test_an_edit_of_declared_operations_needs_no_block(model, steered, plain):
+    await model.edit(ops=[model.steer(1, VECTOR)], name="steers")
+    outputs = await sent(model)
+    assert outputs[-1].outputs[0].token_ids == steered.ids
+    assert (await sent(model, extra_args={"edits": []}))[-1].outputs[0].token_ids == plain.ids
+
+    await model.edit(reads_the_stream, name="reads")
+    outputs = await sent(model)
+    assert outputs[-1].outputs[0].token_ids == steered.ids
+    torch.testing.assert_close(torch.cat(outputs[-1].saves["streams"]), steered.streams[1], **CLOSE)
+    await model.clear_edits()
+    assert (await sent(model))[-1].outputs[0].token_ids == plain.ids
+
+
+def reads_the_stream(model: Any, tracer: Any) -> None:
+    rows = tracer.save([], "streams")
+    for _ in tracer.iter[:]:
+        rows.append(model.model.layers[1].resid_post)
