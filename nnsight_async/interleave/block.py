@@ -70,6 +70,8 @@ class BlockRun:
         self.key = key
         self.part = part
         """Which of the blocks of its request this is; in one place, they have their turns in this order."""
+        self.alone = True
+        """Whether its request has no other block."""
         self.rowwise = False
         """Whether rows whose keys and values are cached already may be kept from it."""
         self.planned: Planned | None = None

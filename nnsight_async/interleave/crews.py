@@ -234,6 +234,8 @@ class Crews:
         planned = run.planned
         if self.report is None or planned is None or run.finished or run.error is not None or run.wrote:
             return
+        if not run.alone:  # the others may write what it reads, and frames of a crew are of the first block
+            return
         plan, saves = planned.plan, run.saves
         assert isinstance(saves, PlannedSaves)
         if run.step < 1 or plan.phase(run.step) is not plan.later or not _steady(plan.later):

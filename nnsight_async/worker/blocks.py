@@ -222,6 +222,8 @@ class Blocks:
             else:
                 self._edited_by[run], run.rowwise = number, edit.rowwise
                 self._begin(run, edit.payload)
+        for run in runs:
+            run.alone = len(runs) == 1
         if self.interleaver.plans:
             self._plan(runs)
         part = len(runs)
