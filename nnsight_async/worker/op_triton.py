@@ -1,5 +1,9 @@
 """The kernel of declared operations, in Triton: one program for each row, which ends at once where there is nothing."""
 
+# pyright: reportMissingParameterType=false, reportUnknownParameterType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
+# Triton reads the annotations of a kernel, and takes none but its own.
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -18,20 +22,20 @@ WIDE = 4096
 
 @triton.jit(do_not_specialize=["rows"])
 def _change(
-    hidden: Any,
-    residual: Any,
-    slots: Any,
-    heads: Any,
-    nodes: Any,
-    numbers: Any,
-    vectors: Any,
-    rows: Any,
-    hidden_stride: Any,
-    residual_stride: Any,
-    width: Any,
+    hidden,
+    residual,
+    slots,
+    heads,
+    nodes,
+    numbers,
+    vectors,
+    rows,
+    hidden_stride,
+    residual_stride,
+    width,
     pair: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0)
     node = tl.full((), -1, tl.int32)
     if row < rows:

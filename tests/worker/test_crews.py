@@ -205,3 +205,25 @@ def test_what_is_asked_of_a_run_meanwhile_is_as_of_now(simulation):
     simulation.deliver(simulation.letters.take())
     assert served.run.ledger.done
     simulation.requests.clear()
+
+
+def test_a_block_beside_an_edit_sees_in_every_step_what_that_has_written(simulation):
+    there = "model.model.layers[1].mlp.output"
+    edit = Text(("for step in tracer.iter[:]:", f"    {there}[:] += own", f"    edited = {there}.save()"), 1)
+    saving = Text(("for step in tracer.iter[:]:", f"    edited = {there}.save()"), 1)
+    block = Text(("for step in tracer.iter[:]:", f"    seen = {there}.save()"), 1)
+    for each in (edit, saving):
+        results: list[list[Served]] = []
+        for plans in (True, False):
+            simulation.blocks.interleaver.plans = plans  # type: ignore[misc]
+            served = [
+                simulation.add(task.prompt, block.probe(0), task.max_tokens, edit=each.probe(0)) for task in tasks(7, 7)
+            ]
+            Schedule(simulation, list(zip(tasks(7, 7), served, strict=True))).run([])
+            simulation.requests.clear()
+            results.append(served)
+        assert_equal([(task, None) for task in tasks(7, 7)], *results)
+        for found in results[0]:
+            assert found.run.error is None
+            for token in found.run.tokens:
+                torch.testing.assert_close(token.saves["seen"], token.saves["edited"])
