@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from nnsight_async.runs.packing import Flat, Kind, Unreadable, unpack
+from nnsight_async.runs.packing import Flat, Kind, Unreadable, unpack, unpack_together
 
 Buffer = bytes | bytearray | memoryview
 
@@ -105,16 +105,28 @@ def decode(parts: Sequence[Buffer], address: str = "") -> list[Frame]:
         raise ValueError("a malformed message: it is for another engine")
     flats = [_flat(kind, part) for kind, part in zip(message.kinds, parts[1:], strict=False)]
     for frame in message.frames:
-        _rebuild(frame, frame.entries, flats)
+        _rebuild(frame, flats)
     return [*message.frames, *(frame for each in message.together for frame in _apart(each, flats))]
 
 
 def _apart(together: Together, flats: Sequence[Flat | Unreadable]) -> Iterator[Frame]:
     if not len(together.keys) == len(together.bases) == len(together.numbers):
         raise ValueError("a malformed message: runs that are together, without their steps or numbers")
-    for index in range(len(together.keys)):
+    count, damaged = len(together.keys), ""
+    entries: Sequence[tuple[Entry, ...]] = [()] * count
+    try:
+        columns = [unpack_together(value, flats, count) for _, _, value in together.entries]
+        names = [(name, operation) for name, operation, _ in together.entries]
+        if columns:
+            entries = [
+                tuple((*name, value) for name, value in zip(names, row, strict=True))
+                for row in zip(*columns, strict=True)
+            ]
+    except Exception as error:  # of whatever kind: it was not `pack` that made this
+        damaged = f"{type(error).__name__}: {error}"
+    for index in range(count):
         frame = together.frame(index)
-        _rebuild(frame, together.entries, flats, index)
+        frame.entries, frame.damaged = list(entries[index]), damaged
         yield frame
 
 
@@ -125,9 +137,9 @@ def _flat(kind: Kind, part: Buffer) -> Flat | Unreadable:
         return Unreadable(str(error))
 
 
-def _rebuild(frame: Frame, entries: list[Entry], flats: Sequence[Flat | Unreadable], index: int = 0) -> None:
+def _rebuild(frame: Frame, flats: Sequence[Flat | Unreadable]) -> None:
     try:
-        frame.entries = [(name, operation, unpack(value, flats, index)) for name, operation, value in entries]
+        frame.entries = [(name, operation, unpack(value, flats)) for name, operation, value in frame.entries]
     except Exception as error:  # of whatever kind: it was not `pack` that made this
         frame.entries, frame.damaged = [], f"{type(error).__name__}: {error}"
 

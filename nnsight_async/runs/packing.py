@@ -158,6 +158,14 @@ class Flat(NamedTuple):
         own = self.buffer if whole else bytearray(self.buffer[start:stop])
         return torch.frombuffer(own, dtype=self.dtype).view(shape)
 
+    def column(self, offset: int, shape: list[int], count: int) -> Sequence[torch.Tensor]:
+        """So many tensors of one shape that follow each other."""
+        length = math.prod(shape)
+        if self.pieces and length == self.length:
+            first = offset // length
+            return self.pieces[first : first + count]
+        return [self.piece(offset + index * length, shape) for index in range(count)]
+
 
 class Unreadable(NamedTuple):
     """A flat tensor that did not come whole."""
@@ -167,26 +175,49 @@ class Unreadable(NamedTuple):
     def piece(self, offset: int, shape: list[int]) -> torch.Tensor:
         raise ValueError(self.reason)
 
+    def column(self, offset: int, shape: list[int], count: int) -> Sequence[torch.Tensor]:
+        raise ValueError(self.reason)
 
-def unpack(packed: list[Any], flats: Sequence[Flat | Unreadable], index: int = 0) -> Any:
-    """The value again, with memory of its own. Raises any of several errors for what `pack` did not make.
 
-    `index`: which of the runs whose value it is that have saved it together.
-    """
+def unpack_together(packed: list[Any], flats: Sequence[Flat | Unreadable], count: int) -> Sequence[Any]:
+    """The values of so many runs that have saved it together; see `unpack`."""
+    match packed:
+        case ["tensor", number, offset, shape]:
+            found = flats[number].column(offset, shape, count)
+            if len(found) != count:
+                raise ValueError("there is no value for each run")
+            return found
+        case ["list" | "tuple" as tag, items]:
+            rows = _rows([unpack_together(item, flats, count) for item in items], count)
+            return list(map(list, rows)) if tag == "list" else rows
+        case ["dict", items]:
+            keys = [unpack(key, flats) for key, _ in items]
+            rows = _rows([unpack_together(item, flats, count) for _, item in items], count)
+            return [dict(zip(keys, row, strict=True)) for row in rows]
+        case _:
+            return [unpack(packed, flats)] * count
+
+
+def _rows(columns: list[Sequence[Any]], count: int) -> list[tuple[Any, ...]]:
+    return list(zip(*columns, strict=True)) if columns else [()] * count
+
+
+def unpack(packed: list[Any], flats: Sequence[Flat | Unreadable]) -> Any:
+    """The value again, with memory of its own. Raises any of several errors for what `pack` did not make."""
     tag = packed[0]
     if tag == "tensor":
         _, number, offset, shape = packed
-        return flats[number].piece(offset + index * math.prod(shape) if index else offset, shape)
+        return flats[number].piece(offset, shape)
     _, content = packed
     match tag:
         case "plain":
             return content
         case "list":
-            return [unpack(item, flats, index) for item in content]
+            return [unpack(item, flats) for item in content]
         case "tuple":
-            return tuple(unpack(item, flats, index) for item in content)
+            return tuple(unpack(item, flats) for item in content)
         case "dict":
-            return {unpack(key, flats): unpack(item, flats, index) for key, item in content}
+            return {unpack(key, flats): unpack(item, flats) for key, item in content}
         case "big":
             return int(content)
         case _:

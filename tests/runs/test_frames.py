@@ -8,7 +8,7 @@ import torch
 
 from nnsight_async.errors import SaveError
 from nnsight_async.runs import frames
-from nnsight_async.runs.frames import Frame, Message
+from nnsight_async.runs.frames import Frame, Message, Together
 from nnsight_async.runs.packing import Tensors, pack
 
 
@@ -160,3 +160,48 @@ def test_a_truncated_buffer_is_the_loss_of_those_whose_rows_are_gone():
     assert first.entries[0][2].tolist() == [1.0, 1.0]
     assert second.damaged
     assert all(frame.damaged for frame in frames.decode([header]))
+
+
+def of_several(*values: object, keys: int = 3, numbers: int = 3) -> tuple[Message, list[torch.Tensor]]:
+    """A message in which three runs have saved values together, each tensor with an item for each."""
+    tensors = Tensors()
+    entries = [(f"v{number}", "set", pack(value, tensors, together=True)) for number, value in enumerate(values)]
+    found = Together(list(range(10, 10 + keys)), [4, 0, 7], list(range(5, 5 + numbers)), 2, entries, 24)
+    return Message(tensors.kinds, [], together=[found]), tensors.join()
+
+
+def arrived(message: Message, flats: list[torch.Tensor]) -> list[Frame]:
+    return frames.decode([bytearray(part) for part in frames.encode(message, flats)])
+
+
+@pytest.mark.parametrize("other", [torch.arange(6.0).view(3, 2), torch.arange(12).view(3, 4), torch.rand(3, 2, 2)])
+def test_what_runs_save_together_comes_back_as_each_ones(other):
+    rows = torch.arange(6.0).view(3, 2) + 10
+    value = [rows, (other, 5, "text"), {"k": rows[:, 0].clone(), 3: []}, None]
+    received = arrived(*of_several(rows, value, ()))
+    assert [(frame.key, frame.step, frame.number) for frame in received] == [(10, 6, 7), (11, 2, 8), (12, 9, 9)]
+    for index, frame in enumerate(received):
+        assert (frame.size, frame.damaged, frame.done, frame.part) == (24, "", False, 0)
+        assert [(name, operation) for name, operation, _ in frame.entries] == [(f"v{n}", "set") for n in range(3)]
+        first, (again, (beside, number, text), kept, nothing), empty = (value for *_, value in frame.entries)
+        torch.testing.assert_close(first, rows[index])
+        torch.testing.assert_close(again, rows[index])
+        torch.testing.assert_close(beside, other[index])
+        torch.testing.assert_close(kept["k"], rows[index, 0])
+        assert (number, text, kept[3], nothing, empty) == (5, "text", [], None, ())
+    values = [value for frame in received for value in (frame.entries[0][2], frame.entries[1][2][0])]
+    assert len({tensor.data_ptr() for tensor in values}) == 6
+    lists = [frame.entries[1][2] for frame in received]
+    assert len({id(each) for each in lists} | {id(each[2]) for each in lists} | {id(each[2][3]) for each in lists}) == 9
+
+
+def test_values_of_several_runs_that_are_cut_short_are_missed_by_all():
+    message, (flat,) = of_several(torch.arange(6.0).view(3, 2))
+    for frame in arrived(message, [flat[:4]]):
+        assert frame.damaged
+        assert not frame.entries
+
+
+def test_runs_without_a_step_or_number_are_no_message():
+    with pytest.raises(ValueError, match="malformed"):
+        arrived(*of_several(torch.arange(6.0).view(3, 2), numbers=2))
