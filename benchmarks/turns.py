@@ -77,21 +77,17 @@ class Model(torch.nn.Module):
 
 
 class Worker(WorkerStopwatch):
-    """The parts of a worker around a model, and the client's end of its socket."""
+    """The parts of a worker around a model."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str = "") -> None:
         self.model = Model().eval()
         calls = record(self.model, lambda: self.model(torch.zeros(1, WIDTH)))
-        manifest = describe(self.model, repo="turns", vllm_version="", calls=calls)
-        self.view = ModelView(Envoy(manifest))
-        modules = manifest.modules
+        self.manifest = describe(self.model, repo="turns", vllm_version="", calls=calls)
+        self.view = ModelView(Envoy(self.manifest))
+        modules = self.manifest.modules
         entries = {path: info.entries for path, info in modules.items()}
         exits = {path: info.exits for path, info in modules.items()}
-        self.context = zmq.Context()
-        self.inbox = self.context.socket(zmq.PULL)
-        self.inbox.setsockopt(zmq.RCVHWM, 0)
         self.address = address
-        self.inbox.bind(address)
         self.nnsight_outbox = Outbox(address, torch.device("cpu"))
         interleaver = Interleaver(self.model, Order(entries, exits), self.nnsight_outbox.report, self.view)
         interleaver.crews.report = self.nnsight_outbox.report_together
@@ -101,12 +97,12 @@ class Worker(WorkerStopwatch):
     def close(self) -> None:
         self.nnsight_outbox.close()
         self.nnsight_blocks.interleaver.watchdog.close()
-        self.context.destroy(linger=0)
 
-    def arrive(self, work: Work, requests: int) -> list[str]:
+    def arrive(self, work: Work, keys: Sequence[int]) -> list[str]:
+        """Requests with these keys."""
         block = from_function(probe(self.view, work)).payload
-        names = [f"{work}-{number}" for number in range(requests)]
-        new = [_request(name, number, block) for number, name in enumerate(names)]
+        names = [f"{work}-{key}" for key in keys]
+        new = [_request(name, key, block) for name, key in zip(names, keys, strict=True)]
         self.nnsight_blocks.schedule(_scheduled(new=new))
         return names
 
@@ -124,6 +120,25 @@ class Worker(WorkerStopwatch):
 
     def leave(self, names: list[str]) -> None:
         self.nnsight_blocks.schedule(_scheduled(finished=names))
+
+    def send_to(self, address: str) -> None:
+        self.address = address
+        self.nnsight_outbox.mark(address, 1)
+
+
+class Heard(Worker):
+    """With the client's end of its socket."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(address)
+        self.context = zmq.Context()
+        self.inbox = self.context.socket(zmq.PULL)
+        self.inbox.setsockopt(zmq.RCVHWM, 0)
+        self.inbox.bind(address)
+
+    def close(self) -> None:
+        super().close()
+        self.context.destroy(linger=0)
 
 
 def _request(name: str, number: int, block: bytes) -> Any:
@@ -152,9 +167,9 @@ def _scheduled(new: Sequence[Any] = (), going: Sequence[str] = (), finished: Seq
 
 
 @contextmanager
-def _worker() -> Iterator[Worker]:
+def _worker() -> Iterator[Heard]:
     with tempfile.TemporaryDirectory() as folder:
-        worker = Worker(f"ipc://{folder}/inbox")
+        worker = Heard(f"ipc://{folder}/inbox")
         try:
             yield worker
         finally:
@@ -164,7 +179,7 @@ def _worker() -> Iterator[Worker]:
 def measure(work: Work, requests: int, steps: int) -> dict[str, float]:
     """CPU microseconds per request and step, by part."""
     with _worker() as worker, torch.inference_mode():
-        names = worker.arrive(work, requests)
+        names = worker.arrive(work, range(requests))
         for number in range(WARM):
             worker.step(names, number)
             worker.inbox.recv_multipart()
@@ -184,7 +199,7 @@ def measure(work: Work, requests: int, steps: int) -> dict[str, float]:
     return {"worker thread": thread, **parts, "client: decode": decoding * share}
 
 
-def _decoded(worker: Worker) -> float:
+def _decoded(worker: Heard) -> float:
     parts = [part.buffer for part in worker.inbox.recv_multipart(copy=False)]
     start = time.thread_time()
     frames.decode(parts, worker.address)
