@@ -1,9 +1,9 @@
 """`python -m benchmarks.client`: host time of the client without vLLM's engine.
 
-The worker of `benchmarks.turns` sends what blocks saved, and outputs of vLLM that were made before are put where `AsyncLLM`
-would put them. Two threads take that in as in an application: the engine's, and a caller's with a loop that reads all
-streams. In the column `plain` one loop reads vLLM's own collectors, as `AsyncLLM.generate` does. What is measured is CPU
-time of these threads; vLLM's share in the making of its outputs is in no column.
+The worker of `benchmarks.turns` sends what blocks saved, and outputs of vLLM that were made before are put where
+`AsyncLLM` would put them. Two threads take that in as in an application: the engine's, and a caller's with a loop that
+reads all streams. In the line `plain` one loop reads vLLM's own collectors, as `AsyncLLM.generate` does. What is
+measured is CPU time of these threads; vLLM's share in the making of its outputs is in no line.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StandIn:
 
     async def taken_in(self, requests: int) -> list[Any]:
         """Where the outputs of so many requests are put, once they have come."""
-        while len(self.collectors) < requests:
+        while len(self.collectors) < requests:  # noqa: ASYNC110 -- not measured
             await asyncio.sleep(0.01)
         return self.collectors
 
@@ -89,9 +89,12 @@ class Readers:
         self._step.wait(60)
         self._step.clear()
 
-    def close(self) -> None:
+    def finish(self) -> None:
+        """Until all streams have ended."""
         for reading in self._reading:
             reading.result(60)
+
+    def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
@@ -122,6 +125,7 @@ def measure(work: Work, requests: int, steps: int) -> dict[str, float]:
             readers.wait()
         spent = [after - first for after, first in zip(_seconds(threads), before, strict=True)]
         gc.unfreeze()
+        readers.finish()
     share = 1e6 / requests / steps
     *engine, caller = (seconds * share for seconds in spent)
     return {"both": sum(engine) + caller, "engine's thread": sum(engine), "caller's thread": caller}
@@ -146,8 +150,8 @@ def _ours(stack: ExitStack, work: Work, requests: int, readers: Readers) -> tupl
 
     worker = Worker()
     stack.callback(worker.close)
-    stack.enter_context(mock.patch.object(engines, "start_vllm", lambda *_: StandIn(worker.manifest)))
-    engine = Engine({"model": "client"}, LIMITS, {})
+    stack.enter_context(mock.patch.object(engines, "start_vllm", partial(_stand_in, worker.manifest)))
+    engine = Engine({"model": "client", "enforce_eager": True}, LIMITS, {})
     stack.callback(engine.close)
     engine.start()
     worker.send_to(engine._inbox.address)
@@ -168,6 +172,10 @@ def _ours(stack: ExitStack, work: Work, requests: int, readers: Readers) -> tupl
             worker.leave(names)
 
     return step, [engine._loop, readers.loop]
+
+
+def _stand_in(manifest: Manifest, *_: Any) -> StandIn:
+    return StandIn(manifest)
 
 
 async def _generate(collector: Any) -> AsyncIterator[Any]:
