@@ -56,10 +56,11 @@ class Feed:
 
     def _put(self, output: Any) -> None:
         """Called by the task that serves all requests: nothing may be raised here."""
-        self._over = self._over or isinstance(output, Exception) or output.finished
         try:
             if isinstance(output, Exception):
+                self._over = True
                 raise output
+            self._over = output.finished
             self._run.feed_output(output)
         except Exception as error:
             self._fail(error)

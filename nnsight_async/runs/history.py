@@ -4,33 +4,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from nnsight_async.errors import SlowConsumerError
+import msgspec
+from msgspec.structs import replace
 
-if TYPE_CHECKING:
-    from nnsight_async.runs.token import Token
+from nnsight_async.runs.token import Token
 
 SlowConsumers = Literal["fail", "drop"]
 """What becomes of a run whose consumer leaves too many values unread: it fails, or the oldest values are dropped."""
 
 
-@dataclass(slots=True, eq=False)
-class Step:
+class Step(msgspec.Struct, eq=False, gc=False):  # see `Token`
     """The token of a step (None: after the last one) and what was saved in it, which took `size` bytes on its way.
 
-    One that was dropped has its token without the values, and `lost` is what to raise for it. A run and the group that
-    it is in share it.
+    One that was dropped has its token without the values, and `lost` is the reason of the `SlowConsumerError` to raise
+    for it. A run and the group that it is in share it.
     """
 
     token: Token | None
     saves: dict[str, Any]
     size: int = 0
     read: bool = False
-    lost: SlowConsumerError | None = None
+    lost: str = ""
 
-    def drop(self, lost: SlowConsumerError | None) -> None:
+    def drop(self, lost: str) -> None:
         self.lost = lost
         self.saves = {}
         if self.token is not None:
@@ -50,9 +49,13 @@ class Buffer:
     _held: int = 0
     _oldest: int = 0
 
+    def add(self, size: int) -> bool:
+        """One more step has so many bytes; returns whether that is too much."""
+        self._held += size
+        return self._held > self.limit
+
     def excess(self, steps: list[Step]) -> Iterator[Step]:
-        """`steps` has one more: the oldest whose values are to be dropped, one by one, until the others fit."""
-        self._held += steps[-1].size
+        """The oldest steps whose values are to be dropped, one by one, until the others fit."""
         while self._held > self.limit and self._oldest < len(steps) - 1:
             step = steps[self._oldest]
             self._oldest += 1
@@ -62,10 +65,12 @@ class Buffer:
 
     def drop(self, step: Step) -> None:
         self.dropped += 1
-        step.drop(self.error() if self.slow_consumers == "fail" else None)
+        step.drop(self.reason if self.slow_consumers == "fail" else "")
 
-    def error(self) -> SlowConsumerError:
-        return SlowConsumerError(
+    @property
+    def reason(self) -> str:
+        """That of the `SlowConsumerError` of a run whose values are not read in time."""
+        return (
             f"more than max_buffered_bytes={self.limit:,} of saved values waited for the reader of a stream; read it "
             'faster, save less, or build the model with a larger max_buffered_bytes or with slow_consumers="drop"'
         )

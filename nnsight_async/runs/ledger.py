@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nnsight_async.errors import SaveError, ValuesLostError
 from nnsight_async.runs.frames import Frame
-
-Entry = tuple[str, str, Any]
 
 DONE = sys.maxsize
 
@@ -24,6 +21,8 @@ class Ledger:
     def __init__(self, parts: Sequence[str] = ("the block",)) -> None:
         self.values: dict[str, Any] = {}
         self.through = -1
+        self.complete = -1 if parts else DONE
+        """The last step of which all that it saves has come."""
         self.stopped_at: int | None = None
         self.bytes = 0
         """What has been saved so far."""
@@ -31,16 +30,14 @@ class Ledger:
         """How many have come, by part."""
         self._parts = parts
         self._reached = [-1] * len(parts)
-        self._open = len(parts)
         self._owners: dict[str, int] = {}
-        self._filed: dict[int, list[Entry]] = {}
-        self._sizes: Counter[int] = Counter()
-        self._closing: list[Entry] = []
+        self._filed: dict[int, list[Frame]] = {}
+        self._closing: list[Frame] = []
 
     @property
     def done(self) -> bool:
         """Whether no block has anything more to say."""
-        return not self._open
+        return self.complete == DONE
 
     def file(self, frame: Frame) -> None:
         """Take a frame in; `SaveError` where two blocks of the request save the same name.
@@ -51,27 +48,25 @@ class Ledger:
             raise lost(frame.step if frame.damaged else self.missing_step, frame.damaged)
         self.frames[frame.part] += 1
         self.bytes += frame.size
-        for name, _, _ in frame.entries:
-            if self._owners.setdefault(name, frame.part) != frame.part:
-                raise SaveError(self._taken(name, frame.part))
+        if len(self._parts) > 1:
+            self._check_names(frame)
         if frame.ended:
-            self._closing += frame.entries
+            self._closing.append(frame)
         elif frame.entries:
-            self._filed.setdefault(frame.step, []).extend(frame.entries)
-            self._sizes[frame.step] += frame.size
-        self.through = max(self.through, frame.step)
-        reached = self._reached[frame.part]
-        if frame.done and reached != DONE:
+            self._filed.setdefault(frame.step, []).append(frame)
+        if frame.step > self.through:
+            self.through = frame.step
+        if frame.done:
             self._reached[frame.part] = DONE
-            self._open -= 1
-        elif not frame.done:
-            self._reached[frame.part] = max(reached, frame.step)
+        elif frame.step > self._reached[frame.part]:
+            self._reached[frame.part] = frame.step
+        self.complete = min(self._reached)
         if frame.stopped:
             self.stopped_at = frame.step
 
     def holds(self, step: int) -> bool:
         """Whether all that `step` will save has come."""
-        return not self._open or step <= min(self._reached)
+        return step <= self.complete
 
     @property
     def missing_step(self) -> int:
@@ -87,24 +82,34 @@ class Ledger:
 
     def let_out(self, step: int) -> tuple[dict[str, Any], int]:
         """Apply the entries of `step`; returns the values that it saved, and the bytes that came for them."""
-        return self._apply(self._filed.pop(step, ())), self._sizes.pop(step, 0)
+        return self._apply(self._filed.pop(step, ()))
 
     def close(self) -> dict[str, Any]:
         """No step comes any more: drop what was filed for steps without a token; returns what was saved last."""
         self._filed.clear()
         closing, self._closing = self._closing, []
-        return self._apply(closing)
+        return self._apply(closing)[0]
 
-    def _taken(self, name: str, part: int) -> str:
-        return (
-            f"{self._parts[part]} saves {name!r}, and {self._parts[self._owners[name]]} does too: give one of them "
-            "another name, or clear an edit (model.edits has them; those with a name can be left out with edits=[...])"
-        )
+    def _check_names(self, frame: Frame) -> None:
+        for name, _, _ in frame.entries:
+            owner = self._owners.setdefault(name, frame.part)
+            if owner != frame.part:
+                raise SaveError(
+                    f"{self._parts[frame.part]} saves {name!r}, and {self._parts[owner]} does too: give one of them "
+                    "another name, or clear an edit (model.edits has them; those with a name can be left out with "
+                    "edits=[...])"
+                )
 
-    def _apply(self, entries: list[Entry] | tuple[()]) -> dict[str, Any]:
-        for name, operation, value in entries:
-            self.values[name] = _after(self.values.get(name), operation, value)
-        return {name: self.values[name] for name, _, _ in entries}
+    def _apply(self, found: Iterable[Frame]) -> tuple[dict[str, Any], int]:
+        saves: dict[str, Any] = {}
+        size = 0
+        for frame in found:
+            size += frame.size
+            for name, operation, value in frame.entries:
+                if operation != "set":
+                    value = _after(self.values.get(name), operation, value)
+                saves[name] = self.values[name] = value
+        return saves, size
 
 
 def lost(step: int, why: str = "") -> ValuesLostError:

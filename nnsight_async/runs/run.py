@@ -11,8 +11,9 @@ from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nnsight_async.errors import EngineClosedError, RunCancelledError
+from nnsight_async.errors import EngineClosedError, RunCancelledError, SlowConsumerError
 from nnsight_async.runs import echo, failures
+from nnsight_async.runs.deltas import Deltas, Drawn
 from nnsight_async.runs.facts import facts, outcome
 from nnsight_async.runs.history import Buffer, Step
 from nnsight_async.runs.job import Job
@@ -34,8 +35,6 @@ new_key = count(1).__next__
 """A number that no other request has, by which its frames find it."""
 
 OWN = ("the block",)
-_Drawn = tuple[int, str, float | None, str | None]
-"""A token that waits for its step: id, text, logprob, finish reason."""
 
 
 class _Failure(NamedTuple):
@@ -55,13 +54,20 @@ class Run(Job):
     Token `i` is let out when the frame of step `i` is there, and a value becomes visible with the token of its step.
     """
 
+    # Of the class, because CPython (3.11) finds attributes faster in objects that have no more than 30 of their own.
+    model: str = ""
+    """The name of the model that it was given to."""
+    error: BaseException | None = None
+    traceback: TracebackType | None = None
+    context: BaseException | None = None
+    before_end: Callable[[], None] | None = None
+    """Called before anybody is told that the run has ended."""
+
     def __init__(self, request: Request, block: Block | None = None, hearing: Hearing | None = None) -> None:
         captured = [op.name for op in request.ops if isinstance(op, Capture)]
         super().__init__(tuple(dict.fromkeys([*captured, *(block.names if block is not None else ())])))
         self.key = new_key()
         self.request = request
-        self.model = ""
-        """The name of the model that it was given to."""
         self.block = block
         self.edits: Sequence[Installed] = ()
         self.ops: Ops = request.ops
@@ -70,17 +76,14 @@ class Run(Job):
         """Whether streams are captured, by a part of the request that comes before its edits."""
         self.ledger = Ledger(OWN if block is not None else ())
         self.buffer = Buffer()
-        self.output: Any = None
-        self.error: BaseException | None = None
-        self.traceback: TracebackType | None = None
-        self.context: BaseException | None = None
         self.values_final = False
-        self.before_end: Callable[[], None] | None = None
-        """Called before anybody is told that the run has ended."""
         self.unpack = failures.unpack
         """Makes an exception of what a frame says of it: by its pickle, for one owner's processes send it."""
-        self._pending: deque[_Drawn] = deque()
+        self._deltas = Deltas()
+        self._pending: deque[Drawn] = deque()
         self._finished = False
+        self._ending = False
+        """Whether more has been told than a next step: an end, a stop or an error."""
         self._failure: _Failure | None = None
         self._call: Callable[[], None] | None = None
         self._lock = RLock()
@@ -102,6 +105,11 @@ class Run(Job):
         """Whether any code of ours runs in the request."""
         return self.block is not None or bool(self.edits)
 
+    @property
+    def output(self) -> Any:
+        """vLLM's output: None before the first has come, and whole when the last has."""
+        return self._deltas.output
+
     # -- fed by the engine's loop ----------------------------------------------------------------------------------
 
     def when_settled(self, call: Callable[[], None]) -> None:
@@ -117,10 +125,11 @@ class Run(Job):
         with self._lock:
             if self.settled:
                 return
-            self._pending.extend(_drawn(output))
-            self.output = output if self.output is None else _joined(self.output, output)
-            self._finished = self._finished or output.finished
-            self._advance()
+            self._pending += self._deltas.add(output)
+            if output.finished:
+                self._finished = self._ending = True
+            if self._ending or len(self.steps) <= self.ledger.complete:
+                self._advance()
 
     def feed_frame(self, frame: Frame) -> None:
         """Take what the worker sent at the end of a step."""
@@ -129,13 +138,17 @@ class Run(Job):
                 return
             if frame.printed:
                 echo.echo(self.key, frame.printed)
-            self._warned += frame.warned
+            if frame.warned:
+                self._warned += frame.warned
             self.ledger.file(frame)
+            if frame.stopped or frame.error is not None:
+                self._ending = True
             if frame.error is not None and self._failure is None:
                 error = self.unpack(frame.error, self._beginning(frame.part))
                 error.add_note(f"prompt: {failures.describe(self.request.prompt)}")
                 self._failure = _Failure(None if frame.ended else frame.step, error)
-            self._advance()
+            if self._ending or self._pending or frame.done:
+                self._advance()
 
     def awaited(self) -> list[tuple[int, Ledger]]:
         """Itself, by key and ledger, if vLLM has told of a step, or of the end, and the worker has not yet."""
@@ -189,9 +202,21 @@ class Run(Job):
     # -- joining ---------------------------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        before = len(self.steps), self.values_final
-        while self._pending and self.ledger.holds(len(self.steps)) and not self._is_over():
+        before = len(self.steps)
+        while self._pending and len(self.steps) <= self.ledger.complete and not (self._ending and self._is_over()):
             self._let_out(*self._pending.popleft())
+        if self._ending:
+            self._conclude()
+        if self.settled:
+            return
+        final = not self.values_final and self.ledger.done and len(self.steps) > self.ledger.through
+        if final:
+            self.values_final = True
+        if final or len(self.steps) > before:
+            self.tell()
+
+    def _conclude(self) -> None:
+        """See whether this is the end."""
         if self.settled:
             return
         if self._failure is not None and self._has_failed():
@@ -202,10 +227,6 @@ class Run(Job):
             self._settle()
         elif self._was_aborted():
             self.fail(RunCancelledError("vLLM ended the request before its first step"))
-        elif self.ledger.done and len(self.steps) > self.ledger.through:
-            self.values_final = True
-        if (len(self.steps), self.values_final) != before:
-            self.tell()
 
     def _let_out(self, number: int, text: str, logprob: float | None, reason: str | None) -> None:
         index = len(self.steps)
@@ -215,9 +236,13 @@ class Run(Job):
         request = self.request
         token = Token(number, text, index, logprob, saves, reason, request.invoke, request.sequence)
         self.take(Step(token, saves, size))
+        if size and self.buffer.add(size):
+            self._make_room()
+
+    def _make_room(self) -> None:
         for step in self.buffer.excess(self.steps):
             if self.buffer.slow_consumers == "fail" and not step.read and self.is_streamed():
-                self.fail(self.buffer.error())
+                self.fail(SlowConsumerError(self.buffer.reason))
                 break
             self.buffer.drop(step)
 
@@ -251,10 +276,11 @@ class Run(Job):
     def _stop(self) -> None:
         """The block asked for the end: drop what vLLM drew after that step."""
         self._pending.clear()
-        _cut(self.output, self.tokens)
+        self._deltas.cut(self.tokens)
         self._settle()
 
     def _settle(self) -> None:
+        self._ending = True
         if self.error is None and (saves := self.ledger.close()):
             self.take(Step(None, saves))
         if self.output is not None:
@@ -269,39 +295,3 @@ class Run(Job):
             self._call()
         self._call = None
         self.end()
-
-
-def _drawn(output: Any) -> list[_Drawn]:
-    """What a delta brings: one token, unless vLLM drew several in one step, whose text then stands on the last."""
-    completion = output.outputs[0]
-    ids: list[int] = list(completion.token_ids)
-    if not ids:
-        return []
-    logprobs: list[float | None] = [None] * len(ids)
-    if completion.logprobs:
-        logprobs = [_logprob(found, number) for found, number in zip(completion.logprobs, ids, strict=False)]
-    *earlier, last = zip(ids, logprobs, strict=True)
-    bare: list[_Drawn] = [(number, "", logprob, None) for number, logprob in earlier]
-    return [*bare, (last[0], completion.text, last[1], completion.finish_reason)]
-
-
-def _logprob(candidates: dict[int, Any], token: int) -> float | None:
-    found = candidates.get(token)
-    return None if found is None else float(found.logprob)
-
-
-def _joined(so_far: Any, delta: Any) -> Any:
-    so_far.add(delta, aggregate=True)
-    so_far.finished = delta.finished
-    return so_far
-
-
-def _cut(output: Any, tokens: list[Token]) -> None:
-    completion = output.outputs[0]
-    completion.token_ids = [token.id for token in tokens]
-    completion.text = "".join(token.text for token in tokens)
-    if completion.logprobs:
-        completion.logprobs = completion.logprobs[: len(tokens)]
-        completion.cumulative_logprob = sum(token.logprob or 0.0 for token in tokens)
-    completion.finish_reason = "stop"
-    output.finished = True

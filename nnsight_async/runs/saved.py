@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Generator, Iterator, Mapping
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from nnsight_async.errors import SlowConsumerError
+
 if TYPE_CHECKING:
     from nnsight_async.runs.job import Job
 
@@ -46,8 +48,8 @@ class Saved:
                 step = job.step(at)
                 if step is None:
                     break
-                if step.lost is not None:
-                    raise step.lost
+                if step.lost:
+                    raise SlowConsumerError(step.lost)
                 if self.name in step.saves:
                     yield step.saves[self.name]
             job.check(self.name)

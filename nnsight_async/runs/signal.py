@@ -5,41 +5,49 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import ClassVar
-from weakref import WeakKeyDictionary, ref
+from functools import partial
+from weakref import ref
 
 Waiter = Callable[[], None]
 
 
 class Signal:
-    """A condition to wait for: from coroutines of any loop with `until`, from threads with `block_until`."""
+    """A condition to wait for: from coroutines of any loop with `until`, from threads with `block_until`.
+
+    It has no lock, which a finaliser that notifies in the middle of anything could find taken: what is done with a
+    deque is done whole.
+    """
+
+    __slots__ = ("_waiters",)
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finaliser may notify in the middle of anything
-        self._waiters: list[Waiter] = []
+        self._waiters: deque[Waiter] = deque()
 
     def notify(self) -> None:
         """Have everyone who waits look again."""
-        with self._lock:
-            waiters, self._waiters = self._waiters, []
-        for wake in waiters:
+        for _ in range(len(self._waiters)):
+            try:
+                wake = self._waiters.popleft()
+            except IndexError:  # another thread notifies too
+                return
             wake()
 
     def once(self, wake: Waiter) -> None:
         """Call `wake` at the next `notify`, in the thread that gives it."""
-        with self._lock:
-            self._waiters.append(wake)
+        self._waiters.append(wake)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Return when `holds()`; it is looked at after each `notify`."""
         while not holds():
-            bell = _Bell(asyncio.get_running_loop())
-            self.once(bell.ring)
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+            self._waiters.append(partial(_Post.of(loop).deliver, future))
             if holds():
                 return
-            await bell.future
+            await future
 
     def block_until(self, holds: Callable[[], bool], timeout: float | None = None) -> bool:
         """Block this thread until `holds()`; False when `timeout` seconds went by first."""
@@ -53,57 +61,44 @@ class Signal:
         return True
 
 
-class _Bell:
-    """Wakes one coroutine, from any thread."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.future = loop.create_future()
-        self._post = _Post.of(loop)
-
-    def ring(self) -> None:
-        self._post.deliver(self.future)
-
-
 class _Post:
     """Futures to wake in one loop; those of one engine step share one wake-up of that loop."""
 
-    _offices: ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Post]] = WeakKeyDictionary()
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = ref(loop)
+        self._futures: deque[asyncio.Future[None]] = deque()
+        self._called = False
 
-    def __init__(self, wake: Callable[[Callable[[], None]], object]) -> None:
-        self._wake = wake
-        self._lock = threading.RLock()
-        self._futures: list[asyncio.Future[None]] = []
-
-    @classmethod
-    def of(cls, loop: asyncio.AbstractEventLoop) -> _Post:
-        post = cls._offices.get(loop)
-        if post is None:
-            post = cls._offices[loop] = cls(_weakly(loop))
+    @staticmethod
+    def of(loop: asyncio.AbstractEventLoop) -> _Post:
+        """That of the loop that runs in this thread."""
+        post = _here.post
+        if post is None or post._loop() is not loop:
+            post = _here.post = _Post(loop)
         return post
 
     def deliver(self, future: asyncio.Future[None]) -> None:
-        with self._lock:
-            self._futures.append(future)
-            first = len(self._futures) == 1
-        if first:
-            self._wake(self._hand_out)
+        self._futures.append(future)
+        if not self._called:  # which `_hand_out` takes back before it looks what there is
+            self._called = True
+            self._call()
+
+    def _call(self) -> None:
+        loop = self._loop()
+        if loop is not None:
+            with suppress(RuntimeError):  # a closed loop has nobody left to wake
+                loop.call_soon_threadsafe(self._hand_out)
 
     def _hand_out(self) -> None:
-        with self._lock:
-            futures, self._futures = self._futures, []
-        for future in futures:
+        self._called = False
+        while self._futures:
+            future = self._futures.popleft()
             if not future.done():
                 future.set_result(None)
 
 
-def _weakly(loop: asyncio.AbstractEventLoop) -> Callable[[Callable[[], None]], object]:
-    """Schedules in `loop` without keeping it alive; a closed loop has nobody left to wake."""
-    reference = ref(loop)
+class _Here(threading.local):
+    post: _Post | None = None
 
-    def schedule(callback: Callable[[], None]) -> None:
-        alive = reference()
-        if alive is not None:
-            with suppress(RuntimeError):
-                alive.call_soon_threadsafe(callback)
 
-    return schedule
+_here = _Here()

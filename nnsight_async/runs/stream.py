@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from nnsight_async.errors import SlowConsumerError
 from nnsight_async.runs.token import Token
 
 if TYPE_CHECKING:
@@ -71,8 +72,8 @@ class Stream:
         step = self._job.step(self._at)
         if step is not None and step.token is not None:
             self._at += 1
-            if step.lost is not None:
-                raise step.lost
+            if step.lost:
+                raise SlowConsumerError(step.lost)
             return step.token
         self._job.check()
         return None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class Token:
+
+class Token(msgspec.Struct, frozen=True, gc=False):
     """A token of a stream.
 
     Attributes:
@@ -22,11 +22,14 @@ class Token:
         dropped: whether values that its step saved were dropped before they were read (`slow_consumers="drop"`).
     """
 
+    # A struct is made in a tenth of the time of a frozen dataclass. Runs keep all of their tokens: if the garbage
+    # collector looked after them, it would look through the whole heap the more often. They are in no cycles.
+
     id: int
     text: str
     index: int
     logprob: float | None = None
-    saves: dict[str, Any] = field(default_factory=dict[str, Any])
+    saves: dict[str, Any] = {}
     finish_reason: str | None = None
     invoke: int = 0
     sequence: int = 0

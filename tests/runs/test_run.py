@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight_async import RunCancelledError, Saved, ValuesLostError
+from nnsight_async import RunCancelledError, Saved, SaveError, ValuesLostError
 from nnsight_async.capture.block import Block
 from nnsight_async.capture.constants import constant
 from nnsight_async.runs import failures
 from nnsight_async.runs.frames import Frame
+from nnsight_async.runs.ledger import Ledger
 from nnsight_async.runs.request import Request
 from nnsight_async.runs.run import Run
 from nnsight_async.runs.stream import Stream
@@ -273,3 +274,85 @@ def test_a_run_waits_for_frames_only_while_vllm_is_ahead(run):
     assert awaits(run)  # what is saved after the last step
     run.feed_frame(frame(run, 1, done=True, ended=True))
     assert not awaits(run)
+
+
+def wakes(run: Run) -> list[int]:
+    """How many tokens were out each time that somebody who waits was woken."""
+    seen: list[int] = []
+
+    def woken() -> None:
+        seen.append(len(run.tokens))
+        run.changed.once(woken)
+
+    run.changed.once(woken)
+    return seen
+
+
+@pytest.mark.parametrize("first", ["output", "frame"])
+def test_a_token_wakes_who_waits_once_and_what_is_half_of_it_does_not(run, first):
+    seen = wakes(run)
+    for step in range(3):
+        feeds = [lambda: run.feed_output(output(7)), lambda step=step: run.feed_frame(frame(run, step, step))]
+        for feed in feeds if first == "output" else feeds[::-1]:
+            assert len(seen) == step
+            feed()
+    assert seen == [1, 2, 3]
+
+
+def test_a_request_without_a_block_wakes_once_a_token():
+    run = Run(Request({"prompt_token_ids": [1, 2]}, None))
+    seen = wakes(run)
+    for _ in range(3):
+        run.feed_output(output(7))
+    assert seen == [1, 2, 3]
+
+
+def test_a_value_that_is_final_before_the_end_wakes_who_waits(run):
+    run.feed_frame(frame(run, 0, "a"))
+    run.feed_output(output(7))
+    seen = wakes(run)
+    run.feed_frame(frame(run, 0, done=True))
+    assert seen == [1]
+    assert run.final("x")
+    assert not run.settled
+
+
+def test_leaving_in_the_middle_of_a_step(run):
+    """The one half has come, the other comes too late; whoever waits is told that it is over."""
+    run.feed_output(output(7))
+    seen = wakes(run)
+    run.cancel()
+    assert seen == [0]
+    run.feed_frame(frame(run, 0, "a"))
+    assert seen == [0]
+    assert told(run) == []
+
+
+def test_a_stop_that_comes_before_its_token(run):
+    run.feed_frame(frame(run, 0, "a", done=True, stopped=True))
+    assert not run.settled
+    run.feed_output(output(7, 8))
+    assert run.settled
+    assert [(token.id, token.finish_reason) for token in run.tokens] == [(7, "stop")]
+    assert run.outcome().outputs[0].token_ids == [7]
+
+
+def test_the_whole_output_is_there_when_the_run_has_ended(run):
+    for step in range(4):
+        run.feed_output(output(step, finished=step == 3))
+        run.feed_frame(frame(run, step, step, done=step == 3))
+    whole = run.outcome().outputs[0]
+    assert (whole.token_ids, whole.text, whole.finish_reason) == ([0, 1, 2, 3], "<0><1><2><3>", "length")
+
+
+def test_two_blocks_of_a_request_whose_frames_come_apart():
+    run = Run(Request({"prompt_token_ids": [1, 2]}, None), block("x"))
+    run.ledger = Ledger(["edit 1", "the block"])
+    run.feed_output(output(7))
+    run.feed_frame(Frame(run.key, 0, [("y", "set", 1)], size=3, part=0))
+    assert told(run) == []
+    run.feed_frame(Frame(run.key, 0, [("x", "set", 2)], size=4, part=1))
+    assert told(run) == [(7, {"y": 1, "x": 2})]
+    assert run.steps[0].size == 7
+    with pytest.raises(SaveError, match="the block saves 'y', and edit 1 does too"):
+        run.feed_frame(Frame(run.key, 1, [("y", "set", 2)], part=1, number=1))
