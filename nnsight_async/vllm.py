@@ -298,7 +298,7 @@ class VLLM(Surface, Declaring, ModelView):
                 such edits share cached prefixes, if the engine caches any; a block that is not so must see its whole
                 prompt.
             ops: instead of a block, declared operations that change the stream; this returns the `Edit` then, too.
-                They act before those of the request.
+                They act before those of the request. Without `positions` they are `rowwise`.
             where: `serve=` and `api_key=`, as for `trace`.
 
         Raises:
@@ -309,7 +309,8 @@ class VLLM(Surface, Declaring, ModelView):
         if isinstance(probe, str):
             probe, name = None, probe
         if ops is not None:
-            return on._edit(None, name, rowwise=rowwise, ops=edit_ops(ops, alone=probe is None))
+            found = edit_ops(ops, alone=probe is None)
+            return on._edit(None, name, rowwise=all(op.positions is None for op in found), ops=found)
         return on._edit(None if probe is None else on._probed(probe), name, rowwise=rowwise)
 
     def install(self, edit: Installed) -> None:

@@ -18,7 +18,7 @@ from nnsight_async.runs.request import Request
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-ON_VLLM = ("lora_request", "priority", "serve", "api_key")
+ON_VLLM = ("lora_request", "priority", "ops", "serve", "api_key")
 
 
 @dataclass(slots=True)
@@ -68,7 +68,8 @@ def settings(given: Mapping[str, Any], defaults: Mapping[str, Any], what: str) -
     own = named(given, what)
     for name in ON_VLLM:
         if own.pop(name, None) is not None:
-            raise UnsupportedError(f"{name}= is for a model on vLLM")
+            instead = "; change layer.resid_post in a block here" if name == "ops" else ""
+            raise UnsupportedError(f"{name}= is for a model on vLLM{instead}")
     edits = edit_names(own.pop("edits", None))
     if others := own.keys() & ELSEWHERE:
         raise UnsupportedError(

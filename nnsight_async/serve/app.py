@@ -19,10 +19,12 @@ from nnsight_async.errors import NNsightError
 from nnsight_async.runs.carried import carry, known, rebuilt
 from nnsight_async.runs.edit import Installed
 from nnsight_async.runs.failures import Failure
+from nnsight_async.runs.ops import ops_of
 from nnsight_async.runs.run import Run
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import plain
 from nnsight_async.serve.edits import ServedEdits
+from nnsight_async.serve.ops import heard
 from nnsight_async.serve.outline import outline
 from nnsight_async.serve.policy import Policy, ServerLimits, opened
 from nnsight_async.serve.relay import Relay
@@ -198,7 +200,10 @@ async def _run(service: Service, request: Request) -> Response:
     key = _key(request)
     asked, block = await service.received(request, m.RunRequest, key)
     owns = functools.partial(service.edits.owns, key)
-    relay = Relay(service.policy.request(asked), block, service.limits.waiting, owns)
+    wanted = service.policy.request(asked)
+    if asked.ops is not None:
+        wanted.ops = ops_of(heard(asked.ops, service.model), "trace()")
+    relay = Relay(wanted, block, service.limits.waiting, owns)
     service.once(key, asked.id)
     await service.launch(relay, key)
     relay.begin()

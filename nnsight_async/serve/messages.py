@@ -8,6 +8,7 @@ import msgspec
 
 from nnsight_async.serve import operations as ops
 from nnsight_async.serve import wire
+from nnsight_async.serve.ops import Operations
 from nnsight_async.serve.wire import Bounds, Received
 
 Id = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
@@ -111,6 +112,7 @@ class RunRequest(msgspec.Struct, tag="run", forbid_unknown_fields=True):
     cache_salt: Short | None = None
     names: Names = []
     block: Code | None = None
+    ops: Operations | None = None
 
 
 class EditRequest(msgspec.Struct, tag="edit", forbid_unknown_fields=True):
@@ -154,6 +156,8 @@ class Begun(msgspec.Struct, tag="begun", array_like=True):
     """The run has been handed to the engine, and runs these edits before its own block."""
 
     parts: list[Part]
+    operated: bool = False
+    """Whether declared operations act on it, those of edits among them."""
 
 
 class Delta(msgspec.Struct, tag="delta", array_like=True):

@@ -9,6 +9,7 @@ from typing import Any
 from nnsight_async.engine.settings import check_names
 from nnsight_async.errors import UnsupportedError
 from nnsight_async.runs.keywords import ALIASES, OTHERS, PLAIN, named
+from nnsight_async.runs.ops import ops_of
 from nnsight_async.runs.request import Request
 
 
@@ -31,6 +32,7 @@ def request_of(options: Mapping[str, Any], what: str) -> Request:
     """A request without a prompt, from the keywords of `trace` and the like; `TypeError` for an unknown one."""
     given = named(options, what)
     lora, priority, edits = given.pop("lora_request", None), given.pop("priority", 0), given.pop("edits", None)
+    ops = ops_of(given.pop("ops", None), what)
     check_names(given, [*PLAIN, *OTHERS, *ALIASES], what)
     for name in sorted(OTHERS & given.keys()):
         raise UnsupportedError(f"{what} got {name}=, which a served model does not take")
@@ -42,4 +44,4 @@ def request_of(options: Mapping[str, Any], what: str) -> Request:
     if n > 1 and given.get("temperature") == 0:
         raise ValueError(f"n must be 1 when using greedy sampling, got {n}.")
     names = None if edits is None else tuple(edits)
-    return Request(None, Params(given, n, given.get("seed")), lora, names, priority)
+    return Request(None, Params(given, n, given.get("seed")), lora, names, priority, ops=ops)

@@ -60,7 +60,7 @@ class Relay(Run):
         parts = [
             m.Part(edit.name, edit.block.filename.rpartition("/")[2], edit.block.first_line) for edit in self.edits
         ]
-        self._waiting.appendleft(Waiting(m.Begun(parts), [], OUTPUT_BYTES))
+        self._waiting.appendleft(Waiting(m.Begun(parts, bool(self.ops)), [], OUTPUT_BYTES))
         self.ended.once(self._wake)
         self._news.set()
 

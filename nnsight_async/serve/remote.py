@@ -24,6 +24,7 @@ from nnsight_async.runs.history import Buffer, SlowConsumers
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import wire
 from nnsight_async.serve.block import ServedBlock
+from nnsight_async.serve.ops import said
 from nnsight_async.serve.outputs import of_delta
 from nnsight_async.serve.params import Params
 from nnsight_async.serve.program import PLACE
@@ -259,6 +260,7 @@ class Remote:
             cache_salt=prompt.get("cache_salt"),
             names=list(run.names),
             block=code,
+            ops=said(request.ops),
         )
         return wire.encode(asked, tensors)
 
@@ -294,7 +296,8 @@ def _feed(run: Run, received: wire.Received[m.Reply]) -> None:
     body, buffers = received.body, received.buffers
     match body:
         case m.Begun():
-            run.ride([Installed(Block(b"", (), part.filename, part.line, ""), part.name, False) for part in body.parts])
+            edits = [Installed(Block(b"", (), part.filename, part.line, ""), part.name, False) for part in body.parts]
+            run.ride(edits, operated=body.operated)
         case m.Delta():
             run.feed_output(of_delta(body))
         case m.Saved():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from nnsight_async.errors import UnsupportedError
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import wire
 from nnsight_async.serve.block import ServedBlock
@@ -31,6 +32,8 @@ class RemoteEdits:
 
     async def install(self, edit: Installed) -> None:
         """Have every request of the server run `edit`, whoever sends it; raises what the server refuses."""
+        if edit.ops:
+            raise UnsupportedError("an edit of declared operations cannot be sent to a server: give its requests ops=")
         block = edit.block
         assert isinstance(block, ServedBlock)
         code, tensors = block.code(await self._remote.describe())

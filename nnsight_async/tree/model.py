@@ -20,6 +20,11 @@ _OF_THE_CALLER = frozenset({
     "aclose", "add_lora", "clear_edits", "close", "dispatch", "dispatched", "edits", "list_loras", "mode",
     "remove_lora", "repo", "stats", "taps", "tokenizer",
 })  # fmt: skip
+_DECLARING = frozenset({"ablate", "capture", "clamp", "replace", "steer"})
+_DECLARED = (
+    "model.{0} makes an operation for ops=[...] of a request on vLLM, outside of blocks; in a block, and on a "
+    "TransformersModel, read and change layer.resid_post"
+)
 _ABOVE = "bind what you need of it to a name above the block, such as `{0} = model.{0}`"
 
 
@@ -71,6 +76,8 @@ class ModelView:
                 raise
             if name in ELSEWHERE:
                 raise UnsupportedError(self._not_here.format(f"model.{name}")) from None
+            if name in _DECLARING:
+                raise UnsupportedError(_DECLARED.format(name)) from None
             raise LocationError(missing(self.tree.__block_owner__, "", name, self._own())) from None
         if isinstance(found, Envoy):
             self.__dict__[name] = found

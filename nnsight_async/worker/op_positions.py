@@ -37,8 +37,13 @@ def mask(where: Positions, prompt: int, total: int) -> Mask:
 
 
 def groups(wheres: Sequence[Positions], prompt: int, total: int) -> tuple[list[list[int]], NDArray[np.intp]]:
-    """The sets of operations that act together, by their numbers, and which of the sets acts at each position."""
+    """The sets of operations that act together, by their numbers, and which of the sets acts at each position.
+
+    The last goes for all positions after it, too.
+    """
     different = list(dict.fromkeys(wheres))
+    if different == [None]:
+        return [list(range(len(wheres)))], np.zeros(1, dtype=np.intp)
     if len(different) > MOST:
         raise ValueError(f"operations with {len(different)} different choices of positions: at most {MOST} can be made")
     codes = np.zeros(total, dtype=np.int64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,9 +63,8 @@ class Mirror:
         self._stale = False
         self._marked = 0
         """Rows that may have a state on the device, counted from the first."""
-        self._heads = tables.heads.cpu()
-        self._nodes = tables.nodes.cpu()
-        self._numbers = tables.numbers.cpu()
+        self._heads, self._nodes, self._numbers = tables.heads.cpu(), tables.nodes.cpu(), tables.numbers.cpu()
+        self._views = self._heads.numpy(), self._nodes.numpy(), self._numbers.numpy()
         self._slots = torch.full_like(tables.slots, NOTHING, device="cpu")
 
     @property
@@ -77,15 +76,17 @@ class Mirror:
         self._fresh[number] = vector
 
     def node(self, number: int, kind: int, vector: int, after: int, low: float, high: float) -> None:
-        self._nodes[number] = torch.tensor((kind, vector, after), dtype=torch.int32)
-        self._numbers[number] = torch.tensor((low, high), dtype=torch.float32)
+        _, nodes, numbers = self._views
+        nodes[number] = kind, vector, after
+        numbers[number] = low, high
         self._stale = True
 
-    def state(self, number: int, heads: Sequence[tuple[int, int]]) -> None:
-        """The first nodes of a state, as pairs of a site and a node."""
-        self._heads[:, number] = NOTHING
-        for site, node in heads:
-            self._heads[site, number] = node
+    def state(self, number: int, first: Mapping[int, int]) -> None:
+        """A state has these first nodes, by site."""
+        heads, _, _ = self._views
+        heads[:, number] = NOTHING
+        for site, node in first.items():
+            heads[site, number] = node
         self._stale = True
 
     def upload(self) -> None:
@@ -95,18 +96,17 @@ class Mirror:
             numbers, self._fresh = self._fresh, {}
             at = self._on_device(torch.tensor(list(numbers)))
             tables.vectors.index_copy_(0, at, self._on_device(torch.stack(list(numbers.values()))))
-        if self._stale:
-            self._stale = False
+        stale, self._stale = self._stale, False
+        if stale and tables.device.type != "cpu":  # where the tables are those of the host
             for table, here in ((tables.heads, self._heads), (tables.nodes, self._nodes)):
                 table.copy_(self._pinned(here), non_blocking=True)
             tables.numbers.copy_(self._pinned(self._numbers), non_blocking=True)
 
-    def mark(self, states: torch.Tensor) -> None:
+    def mark(self, states: Sequence[int]) -> None:
         """Have the first rows be in these states and all others in none; nothing is copied if they are already."""
-        rows = max(states.numel(), self._marked)
-        new = torch.full((rows,), NOTHING, dtype=torch.int32)
-        new[: states.numel()] = states
-        self._marked = states.numel() if bool(states.ge(0).any()) else 0
+        rows = max(len(states), self._marked)
+        new = torch.tensor([*states, *[NOTHING] * (rows - len(states))], dtype=torch.int32)
+        self._marked = len(states) if max(states, default=NOTHING) > NOTHING else 0
         if not torch.equal(new, self._slots[:rows]):
             self._slots[:rows] = new
             self._tables.slots[:rows].copy_(self._pinned(new), non_blocking=True)

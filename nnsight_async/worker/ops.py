@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
 from nnsight_async.errors import NotASiteError, OpLimitError, ShapeError
 from nnsight_async.interleave.locations import expression
@@ -43,7 +42,8 @@ class Applied:
     states: NDArray[np.int32]
     """By position; the last holds for all after it."""
     settled: int
-    """From this position on it is the same state."""
+    """From this position on it is the last state."""
+    final: int
     chains: list[tuple[Step, ...]]
     paths: tuple[str, ...]
     ops: Sequence[Op]
@@ -52,11 +52,12 @@ class Applied:
     wild: bool
     """Whether they might make the stream infinite."""
 
-    def at(self, position: int, rows: int) -> NDArray[np.int32]:
+    def at(self, position: int, rows: int) -> list[int]:
+        """The states of so many rows, the first of which is at a position."""
         if position >= self.settled:
-            return np.full(rows, self.states[-1], dtype=np.int32)
+            return [self.final] * rows
         last = len(self.states) - 1
-        return self.states[np.minimum(np.arange(position, position + rows), last)]
+        return self.states[np.minimum(np.arange(position, position + rows), last)].tolist()
 
 
 @dataclass(slots=True)
@@ -159,16 +160,17 @@ class Ops:
         starts = [int(start) for start in step.starts[: len(requests) + 1]]
         if (requests, starts) == self._seen and all(step.computed[at] >= settled for at, settled in self._unsettled):
             return
-        states = torch.full((starts[-1] if starts else 0,), NOTHING, dtype=torch.int32)
+        states: list[int] = []
         unsettled: list[tuple[int, int]] = []
         steady = True
         self.wild = []
         for at, request in enumerate(requests):
-            applied = self._live.get(request)
+            applied, rows = self._live.get(request), starts[at + 1] - starts[at]
             if applied is None:
+                states += [NOTHING] * rows
                 continue
             position = int(step.computed[at])
-            states[starts[at] : starts[at + 1]] = torch.from_numpy(applied.at(position, starts[at + 1] - starts[at]))
+            states += applied.at(position, rows)
             if applied.settled:
                 unsettled.append((at, applied.settled))
                 steady = steady and position >= applied.settled
@@ -206,7 +208,9 @@ class Ops:
         wild = self._limits.narrow or any(map(_is_wild, ops))
         if wild:
             self.wild_requests.add(request)
-        self._live[request] = Applied(states[: settled + 1], settled, taken, tuple(paths), ops, prompt, total, wild)
+        self._live[request] = Applied(
+            states[: settled + 1], settled, int(states[-1]), taken, tuple(paths), ops, prompt, total, wild
+        )
         for path in paths:
             self._entered[path] += 1
             if self._entered[path] == 1 and self._enter is not None:
@@ -248,7 +252,7 @@ class Ops:
             vector.users += 1
             mirror.node(node, kind, vector.number, heads.get(site, NOTHING), low, high)
             heads[site] = node
-        mirror.state(made.number, list(heads.items()))
+        mirror.state(made.number, heads)
         return made
 
     def _check_share(self, wanted: Mapping[str, int]) -> None:

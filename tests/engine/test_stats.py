@@ -42,6 +42,7 @@ async def test_each_run_is_counted_once_by_how_it_ended(model: VLLM) -> None:
         "dropped_steps",
         "exchanges",
         "graphs",
+        "ops",
         "planned",
         "reports",
         "replays",

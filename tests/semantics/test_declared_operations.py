@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from nnsight_async import VLLM, LocationError, NotASiteError, ShapeError, save
+from nnsight_async import VLLM, LocationError, NotASiteError, ShapeError, UnsupportedError, save
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import Generation, generation
 from tests.semantics.conftest import build
@@ -347,6 +347,19 @@ async def test_an_operation_that_ends_in_infinity_reaches_nobody(model: VLLM, hf
     assert together == [generation(hf, [*PROMPT, number], STEPS).ids for number in range(8)]
 
 
+@pytest.mark.backends("transformers")
+def test_a_local_model_says_what_to_write_instead(model: Any) -> None:
+    with pytest.raises(UnsupportedError, match="resid_post"):
+        model.steer(model.model.layers[1], VECTOR)
+    with pytest.raises(UnsupportedError, match="resid_post"):
+        model.trace(PROMPT, ops=[])
+
+
+def test_operations_are_not_made_in_blocks(model: VLLM) -> None:
+    with pytest.raises(UnsupportedError, match="resid_post"), model.trace(PROMPT, max_tokens=1):
+        model.steer(model.model.layers[1], VECTOR)
+
+
 @pytest.fixture(scope="module")
 def small() -> Iterator[VLLM]:
     """An engine that has room for a few blocks of keys and values, which it caches, and operations at two layers."""
@@ -373,6 +386,24 @@ async def test_declared_operations_keep_their_prefixes_apart(small: VLLM, hf: An
     assert await request(None) == (plain, 0)
     assert await request(ops) == (steered, 0)
     assert await request(None) == (plain, 32)
+
+
+async def test_edits_of_operations_share_prefixes_where_no_position_is_chosen(small: VLLM, hf: Any) -> None:
+    prompt = [*LONG[:40], 1, 2, 3]
+    steered = generation(hf, prompt, STEPS, {1: lambda x: x + OTHER}).ids
+    at = generation(hf, prompt, STEPS, {1: lambda x: torch.cat([x[:, :-1] + OTHER, x[:, -1:]], dim=1)}).ids[:1]
+
+    async def request(**more: Any) -> tuple[list[int], int]:
+        (output,) = await small.generate(prompt, **{**GREEDY, **more})
+        return list(output.outputs[0].token_ids), output.num_cached_tokens
+
+    edit = await small.edit(ops=[small.steer(1, OTHER)])
+    assert await request() == (steered, 0)
+    assert await request() == (steered, 32)
+    await edit.clear()
+    edit = await small.edit(ops=[small.steer(1, OTHER, positions=slice(None, -1))])
+    assert [await request(max_tokens=1) for _ in range(2)] == [(at, 0), (at, 0)]
+    await edit.clear()
 
 
 async def test_declared_operations_survive_preemption(small: VLLM, hf: Any) -> None:

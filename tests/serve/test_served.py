@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from nnsight_async import (
     VLLM,
     CaptureError,
+    LocationError,
     NotSavedError,
     OutOfOrderError,
     RunCancelledError,
@@ -19,6 +21,8 @@ from nnsight_async import (
     ShapeError,
     UnsupportedError,
 )
+from nnsight_async.runs.ops import Vector
+from nnsight_async.serve.server import Server
 from nnsight_async.testing import hf_model
 from nnsight_async.testing.engine import drained
 from nnsight_async.testing.oracle import generation
@@ -402,3 +406,58 @@ async def test_a_run_that_saves_too_much(client, vllm_model):
             await more
     finally:
         object.__setattr__(limit, "save_bytes", 1 << 30)
+
+
+# -- declared operations -----------------------------------------------------------------------------------------------
+
+
+async def test_declared_operations_travel_as_data(client: VLLM, hf: Any) -> None:
+    vector = 2 * torch.randn(128, generator=torch.Generator().manual_seed(1))
+    unit = vector / vector.norm()
+
+    def edit(x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([x[:, :1], x[:, 1:] + 1.5 * vector], dim=1)
+        along = x @ unit
+        return x + (along.clamp(max=0.5) - along)[..., None] * unit
+
+    layer = client.model.layers[1]
+    ops = [client.steer(layer, vector, scale=1.5, positions=slice(1, None)), client.clamp(1, vector, max=0.5)]
+    ops += [client.ablate(2, vector.bfloat16()), client.replace(0, vector, positions=[-1, 2]), client.capture(0, "h")]
+    rounded = vector.bfloat16().float() / vector.bfloat16().float().norm()
+    wanted = generation(
+        hf,
+        PROMPT,
+        4,
+        {
+            0: lambda x: torch.index_copy(x, 1, torch.tensor([len(PROMPT) - 1, 2]), vector.expand(1, 2, 128)),
+            1: edit,
+            2: lambda x: x - (x @ rounded)[..., None] * rounded,
+        },
+    )
+
+    (output,) = await client.generate(PROMPT, ops=ops, max_tokens=4, temperature=0.0, ignore_eos=True)
+
+    assert list(output.outputs[0].token_ids) == wanted.ids
+    torch.testing.assert_close(output.saves["h"], wanted.streams[0][-1:], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="position -90 does not exist"):
+        await client.generate(PROMPT, ops=[client.steer(1, vector, positions=-90)])
+    with pytest.raises(UnsupportedError, match="ops="):
+        await client.edit(ops=ops[:1])
+
+
+async def test_a_server_declares_operations_anew(client: VLLM, data_server: Server) -> None:
+    """What a client sends need not have been made by our own code."""
+    good = client.steer(1, torch.ones(128))
+    for bad, error in (
+        (replace(good, path="model.norm"), LocationError),
+        (replace(good, path=""), LocationError),
+        (replace(good, low=float("nan")), ValueError),
+        (replace(good, vector=Vector(b"", "float32", b"123", 1)), ValueError),
+        (replace(good, vector=Vector.of(torch.ones(64))), ShapeError),
+        (replace(good, vector=Vector.of(torch.full((128,), torch.inf))), ValueError),
+        (replace(good, positions=("slice", None, None, -1)), ValueError),
+        (replace(good, positions=()), ValueError),
+    ):
+        with pytest.raises(error):
+            await client.generate(PROMPT, ops=[bad], max_tokens=1)
+    assert (await client.generate(PROMPT, ops=[good], max_tokens=1))[0].outputs

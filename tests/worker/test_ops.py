@@ -171,11 +171,11 @@ for width in (96, 128):
              (0, 1, NOTHING, -2.0, 0.0), (2, 0, NOTHING, float("-inf"), 0.0))
     for number, node in enumerate(nodes):
         mirror.node(number, *node)
-    mirror.state(0, [(1, 0)])
-    mirror.state(1, [(0, 5), (1, 3)])
-    mirror.state(2, [(0, 5)])
+    mirror.state(0, {1: 0})
+    mirror.state(1, {0: 5, 1: 3})
+    mirror.state(2, {0: 5})
     mirror.upload()
-    mirror.mark(torch.tensor([0, NOTHING, 1, 2, 1, 0, 0], dtype=torch.int32))
+    mirror.mark([0, NOTHING, 1, 2, 1, 0, 0])
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for pair in (False, True):
             hidden, residual = torch.randn(20, width).to(dtype), torch.randn(20, width).to(dtype)
