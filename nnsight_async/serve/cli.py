@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -71,6 +72,8 @@ def serve(model: Any, keys: Keys, args: argparse.Namespace) -> int:
         server.stop()
 
     with server:
+        gc.collect()
+        gc.freeze()  # a full collection stops all streams for a third of a second, and most of what is there stays
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, stop)
         print(f"{PROGRAM}: {model.repo} at {server.url}", flush=True)
