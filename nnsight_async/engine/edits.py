@@ -12,8 +12,8 @@ from nnsight_async.runs.chosen import InstalledEdits
 
 if TYPE_CHECKING:
     from nnsight_async.engine.constants import Constants
+    from nnsight_async.engine.op_sites import Sites
     from nnsight_async.runs.edit import Installed
-    from nnsight_async.runs.ops import Ops
 
 Ask = Callable[..., Awaitable[Any]]
 """Calls a method of the worker."""
@@ -25,11 +25,9 @@ class Edits(InstalledEdits):
     A request is told its edits when it is submitted, so this side alone decides who runs which.
     """
 
-    def __init__(
-        self, ask: Ask, constants: Constants, block_seconds: float, check_sites: Callable[[Ops], None]
-    ) -> None:
+    def __init__(self, ask: Ask, constants: Constants, block_seconds: float, sites: Sites) -> None:
         super().__init__()
-        self._check_sites = check_sites
+        self._sites = sites
         self._ask = ask
         self._block_seconds = block_seconds
         self._constants = constants
@@ -40,7 +38,7 @@ class Edits(InstalledEdits):
     async def install(self, edit: Installed) -> None:
         """Have requests that are submitted from here on run `edit`; raises what loading it in the worker does."""
         self.check_name(edit.name)
-        self._check_sites(edit.ops)
+        self._sites.check(edit.ops)
         using = AsyncExitStack()
         try:
             await using.enter_async_context(self._constants.on_hand(edit.block.constants))

@@ -21,19 +21,18 @@ from nnsight_async.engine.feed import Feed
 from nnsight_async.engine.foreign import Foreign, ForeignRequests
 from nnsight_async.engine.home import make_home
 from nnsight_async.engine.inbox import Inbox
+from nnsight_async.engine.op_sites import Sites
 from nnsight_async.engine.overdue import Overdue
 from nnsight_async.engine.prefixes import Prefixes
 from nnsight_async.engine.settings import model_name
 from nnsight_async.engine.start import dead_error, start_error, start_vllm
-from nnsight_async.errors import EngineClosedError, NNsightError, NotASiteError
-from nnsight_async.interleave.locations import expression
+from nnsight_async.errors import EngineClosedError, NNsightError
 from nnsight_async.runs import failures
 from nnsight_async.runs.facts import outcome
 from nnsight_async.runs.history import Buffer, SlowConsumers
 from nnsight_async.runs.ledger import lost
-from nnsight_async.runs.ops import Op, ShippedOps
+from nnsight_async.runs.ops import ShippedOps
 from nnsight_async.runs.shipment import Shipment
-from nnsight_async.tree.layers import declared
 from nnsight_async.tree.manifest import Manifest
 from nnsight_async.tree.taps import resolve
 from nnsight_async.worker import last_words, processes
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 
     from nnsight_async.interleave.locations import Location
     from nnsight_async.runs.frames import Frame
-    from nnsight_async.runs.ops import Ops
     from nnsight_async.runs.run import Run
 
 T = TypeVar("T")
@@ -57,9 +55,6 @@ ANSWER = 1.0
 """Seconds that a worker has to say its counts to who must not wait for long."""
 
 COUNTED = ("started", "finished", "failed", "cancelled", "aborted", "late_frames", "dropped_steps")
-
-MOST = 4
-"""Places that an error names."""
 
 CLOSED = "this model was closed; build a new one"
 
@@ -101,9 +96,7 @@ class Engine:
         self._tapped = taps
         self.taps: tuple[Location, ...] = ()
         """Where blocks may look, if not everywhere."""
-        self._declared = op_sites
-        self.op_sites: tuple[str, ...] = ()
-        """The layers where declared operations act, if not all."""
+        self._sites = Sites(op_sites, eager=settings["enforce_eager"])
         self._home = make_home()
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="nnsight-engine", daemon=True)
@@ -119,7 +112,7 @@ class Engine:
         self._constants = Constants(self._ask, limits.constant_bytes)
         self.adapters = Adapters(self._ask, enabled=bool(settings.get("enable_lora")))
         self._prefixes = Prefixes(bool(settings.get("enable_prefix_caching")))
-        self.edits = Edits(self._ask, self._constants, limits.block_seconds, self.check_sites)
+        self.edits = Edits(self._ask, self._constants, limits.block_seconds, self._sites)
         self.llm: AsyncLLM
         self.manifest: Manifest
 
@@ -150,7 +143,7 @@ class Engine:
         if run.request.lora is not None:
             self.adapters.check(run.request.lora, run)
         if run.has_blocks or run.ops or run.request.lora is not None:
-            self.check_sites(run.request.ops)
+            self._sites.check(run.request.ops)
             limits = self._limits
             block = None if run.block is None else run.block.payload
             edits = tuple(edit.number for edit in run.edits)
@@ -173,18 +166,6 @@ class Engine:
             if self._closing:
                 raise EngineClosedError(CLOSED)
             self._loop.call_soon_threadsafe(self._launch, run)
-
-    def check_sites(self, ops: Ops) -> None:
-        """Raise `NotASiteError` for an operation where none act on this engine."""
-        if not self.op_sites and self._settings["enforce_eager"]:
-            return
-        for op in ops:
-            if isinstance(op, Op) and op.path not in self.op_sites:
-                there = ", ".join(map(expression, self.op_sites[:MOST])) or "it has none"
-                raise NotASiteError(
-                    f"{expression(op.path)} is not one of this engine's op_sites ({there}); on an engine that replays "
-                    f"graphs, layers where declared operations act are named when it is built: op_sites=[{op.path!r}]"
-                )
 
     def counts(self) -> Future[dict[str, Any]]:
         """What the client and the worker hold for runs now, and how often the worker's modules reported so far."""
@@ -252,7 +233,7 @@ class Engine:
                 await self._ask("nnsight_rename", self._renames)
             if self._tapped:
                 await self._tap()
-            self.op_sites = declared(self._declared, self.manifest)
+            self._sites.resolve(self.manifest)
             log.info("the engine has started", extra={"model": self.name})
         except Exception as error:
             raise start_error(error, self._home) from error

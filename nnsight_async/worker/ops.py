@@ -89,6 +89,8 @@ class Ops:
         self._make = tables
         self._limits = limits or Limits()
         self._enter = enter
+        self._known: set[str] = set()
+        """Requests that have been taken in, though they may have no operations any more."""
         self._live: dict[str, Applied] = {}
         self._states: dict[tuple[Step, ...], Shared] = {}
         self._vectors: dict[bytes, Shared] = {}
@@ -110,7 +112,7 @@ class Ops:
         return not self._live
 
     def __contains__(self, request: str) -> bool:
-        return request in self._live
+        return request in self._known
 
     def arrive(
         self, request: NewRequestData, shipped: ShippedOps, prompt: int, edits: Collection[int] = ()
@@ -123,6 +125,7 @@ class Ops:
         tokens = None if params is None else params.max_tokens
         total = most if tokens is None else min(prompt + max(tokens - 1, 0), most)
         self.total += 1
+        self._known.add(request.req_id)
         try:
             ops = [op for op in shipped.each() if not op.edit or op.edit in edits]
             if ops:
@@ -136,19 +139,23 @@ class Ops:
         for request, applied in list(self._live.items()):
             ops = [op for op in applied.ops if op.edit not in edits]
             if len(ops) < len(applied.ops):
-                self.part([request])
+                self._let_go(request)
                 if ops:
                     self._take(request, ops, applied.prompt, applied.total)
                 self._seen = [], []
 
     def part(self, finished: Iterable[str]) -> None:
         """Requests are over: let go of what they used."""
-        for request in finished:
-            applied = self._live.pop(request, None)
-            self.wild_requests.discard(request)
-            if applied is not None:
-                self._release(applied.chains)
-                self._leave(applied.paths)
+        for request in self._known.intersection(finished) if self._known else ():
+            self._known.discard(request)
+            self._let_go(request)
+
+    def _let_go(self, request: str) -> None:
+        applied = self._live.pop(request, None)
+        self.wild_requests.discard(request)
+        if applied is not None:
+            self._release(applied.chains)
+            self._leave(applied.paths)
 
     def begin_step(self, step: Composition) -> None:
         """The forward pass over `step` is about to run."""

@@ -150,6 +150,9 @@ def test_edits_that_end_leave_the_operations_of_requests_that_go_on() -> None:
     assert worker.step(4, *names) == [[4.0], [2.0], [3.0]]
     worker.ops.clear([7])
     assert worker.step(5, *names) == [[3.0], [1.0], [3.0]]
+    assert "b" in worker.ops  # and is not taken in again, where it is preempted
+    worker.ops.part(["b"])
+    assert "b" not in worker.ops
 
 
 COMPARE = """

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 TESTS = ["tests/semantics", "tests/worker"]
 CHOSEN = (
     "against_transformers and llama or equal_prompts or different_steps or stop_ends or text_of_tokens "
-    "or reaches_nobody or programs_in_batches or edits_run or is_complete or draws and greedy or hooks or in_use"
+    "or reaches_nobody or programs_in_batches or edits_run or is_complete or draws and greedy or hooks or in_use "
+    "or declared_in_one_batch or declared_positions or operations_of_edits"
 )
 
 
