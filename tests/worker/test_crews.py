@@ -200,6 +200,7 @@ def test_what_is_asked_of_a_run_meanwhile_is_as_of_now(simulation):
             (run,) = simulation.blocks.runs
             assert (run.step, run.reports, run.position) == (step, step + 1, len(task.prompt) + step)
             assert run.saves.spent == served.run.ledger.bytes
+            assert run.crew is None
     simulation.finish(served)
     simulation.step([])
     simulation.deliver(simulation.letters.take())
@@ -227,3 +228,22 @@ def test_a_block_beside_an_edit_sees_in_every_step_what_that_has_written(simulat
             assert found.run.error is None
             for token in found.run.tokens:
                 torch.testing.assert_close(token.saves["seen"], token.saves["edited"])
+
+
+def test_a_row_that_is_computed_again_is_not_taken_for_the_next(simulation):
+    simulation.blocks.interleaver.plans = True  # type: ignore[misc]
+    (task,) = tasks(9)
+    served = simulation.add(task.prompt, ONE.probe(0), task.max_tokens)
+    for _ in range(4):
+        drawn = simulation.step([served])
+        simulation.tell(served, drawn[served.name])
+    (run,) = simulation.blocks._runs[served.name]
+    crew, position = run.crew, len(task.prompt) + 4
+    assert crew.position(run) == position - 1
+    assert not crew.takes(run, 0, 0, 1, position - 2)
+    assert run.crew is None
+    assert run.position == position - 1
+    simulation.finish(served)
+    simulation.step([])
+    simulation.letters.take()
+    simulation.requests.clear()
