@@ -25,7 +25,7 @@ from nnsight_async.interleave.modes import MODES_CHANGED, Modes
 from nnsight_async.interleave.saving import Saves
 from nnsight_async.interleave.tracer import Tracer
 from nnsight_async.interleave.views import FirstArgument, View
-from nnsight_async.interleave.watchdog import Expired, said, timeout_error
+from nnsight_async.interleave.watchdog import ABANDONED, Expired, said, timeout_error
 
 if TYPE_CHECKING:
     from nnsight_async.interleave.crews import Crew
@@ -236,17 +236,19 @@ class BlockRun:
 
     def _turn(self, switch: Callable[[Any], object], value: Any) -> bool:
         """Hand the thread to the block; False if the watchdog had to take it back."""
-        self._hub = self._greenlet.parent = greenlet.getcurrent()
         interleaver, stdout = self._interleaver, sys.stdout
-        watchdog, grad_mode = interleaver.watchdog, _grad_enabled()
+        watchdog, prints, grad_mode = interleaver.watchdog, interleaver.setting.own_process, _grad_enabled()
+        self._hub = greenlet.getcurrent()
+        if self._greenlet.parent is not self._hub:
+            self._greenlet.parent = self._hub
         try:
             if self._grad_mode is not None and self._grad_mode != grad_mode:
                 torch.set_grad_enabled(self._grad_mode)
             watchdog.begin(min(self._timeout, UNWINDING) if self._killed else self._timeout)
             interleaver.running = True
-            if interleaver.setting.own_process:
+            if prints:
                 sys.stdout = self.console
-            switch(value)
+            abandoned = switch(value) is ABANDONED
         except Expired:  # raised when the block was about to end
             return False
         finally:
@@ -257,10 +259,10 @@ class BlockRun:
             self._grad_mode = _grad_enabled()
             if self._grad_mode != grad_mode:
                 torch.set_grad_enabled(grad_mode)
-            if interleaver.setting.own_process:
+            if prints:
                 sys.stdout = stdout
             interleaver.running = False
-        if watchdog.abandoned():
+        if abandoned:
             self.stood = self._greenlet.stands()
             self._greenlet = BlockGreenlet(self._main, self)
             return False
@@ -347,7 +349,7 @@ class BlockRun:
         return True
 
     def _at(self, location: Location, written: str = "") -> Visit:
-        event = self._interleaver.event(location)
+        event = self._interleaver.events.get(location) or self._interleaver.event(location)
         visit = self.visit
         if visit is None or visit.event != event:
             self.asked = written or location

@@ -66,7 +66,7 @@ class Interleaver:
         self.crews = Crews(self)
         self._report = report
         self._aliases = aliases or {}
-        self._events: dict[Location, Location] = {}
+        self.events: dict[Location, Location] = {}
         self._present: list[BlockRun] = []
         self._stacked = False
         self._batch = Batch(0, False)
@@ -274,11 +274,11 @@ class Interleaver:
 
     def event(self, location: Location) -> Location:
         """The passage at which `location` is served; a module with two paths is served under the first."""
-        event = self._events.get(location)
+        event = self.events.get(location)
         if event is None:
             path, kind, operation = location
             kind = "inputs" if kind == "input" else kind
-            event = self._events[location] = Location(self._aliases.get(path, path), kind, operation)
+            event = self.events[location] = Location(self._aliases.get(path, path), kind, operation)
         return event
 
     def check(self, event: Location) -> None:

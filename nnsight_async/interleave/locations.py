@@ -9,6 +9,10 @@ RESERVED = frozenset({"output", "input", "inputs", "source"})
 Kind = Literal["output", "input", "inputs", "logits", "samples"]
 
 
+OUTSIDE = frozenset({"logits", "samples"})
+"""Kinds of values that no module passes, but the runner."""
+
+
 class Location(NamedTuple):
     """A place in the forward pass: the `kind` of value at the module called `path`.
 
@@ -29,7 +33,7 @@ class Location(NamedTuple):
     @property
     def in_model(self) -> bool:
         """Whether a module passes the value (else the runner does)."""
-        return self.kind not in ("logits", "samples")
+        return self.kind not in OUTSIDE
 
     @property
     def at_entry(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from nnsight_async.interleave.inside import Inside, Listener
-from nnsight_async.interleave.locations import Location
+from nnsight_async.interleave.locations import OUTSIDE, Location
 
 
 class Change(Protocol):
@@ -34,8 +34,8 @@ class Sites:
         self._others = _others(self._modules)
         self._listener = listener
         self.inside = Inside(listener)
-        self._wanted: dict[str, int] = {}
-        """How many wait at a module itself."""
+        self._reached: set[str] = set()
+        """Modules that have been entered with all that is around them, since others were left last."""
         self._stays = False
         self._chains: dict[str, tuple[str, ...]] = {}
         self._previous: dict[str, Any] = {}
@@ -61,28 +61,21 @@ class Sites:
 
     def want(self, event: Location) -> None:
         """Someone waits at `event`: enter its module and the ancestors."""
-        path, _, operation = event
+        path, kind, operation = event
         if operation:
             self.inside.want(event)
-        count = self._wanted.get(path, 0)
-        self._wanted[path] = count + 1
-        if not count:
-            for link in self._chain(path):
+        if path not in self._reached and kind not in OUTSIDE:
+            self._reached.add(path)
+            for link in self._chains.get(path) or self._chain(path):
                 if link not in self._previous:
                     self._enter(link)
 
     def release(self, event: Location) -> None:
-        """One who waited at `event` does no more."""
-        path, _, operation = event
-        if operation:
+        """Nobody waits at `event` any more."""
+        if event.operation:
             self.inside.release(event)
-        count = self._wanted[path] - 1
-        if count:
-            self._wanted[path] = count
-        else:
-            del self._wanted[path]
-            if not self._stays:
-                self.settle()
+        if not self._stays:
+            self.settle()
 
     def stay(self) -> None:
         """Leave no module until `settle`: who waited at one will wait at another, mostly below the same ancestors."""
@@ -91,7 +84,8 @@ class Sites:
     def settle(self) -> None:
         """Leave the modules that nobody wants any more."""
         self._stays = False
-        needed = {link for path in self._wanted for link in self._chain(path)}
+        self._reached = {event.path for event in self._listener.waiting if event.in_model}
+        needed = {link for path in self._reached for link in self._chain(path)}
         for link in [link for link in self._previous if link not in needed]:
             self._leave(link)
 
@@ -121,7 +115,7 @@ class Sites:
     def _enter(self, path: str) -> None:
         own = self._modules[path].__dict__
         self._previous[path] = own.get("forward")
-        own["forward"] = self._report(path)
+        own["forward"] = self._reporting.get(path) or self._report(path)
         if path in self.changes:
             self.changes[path].reported = True
 
@@ -135,9 +129,7 @@ class Sites:
             own["forward"] = previous
 
     def _report(self, path: str) -> Callable[..., Any]:
-        reporting = self._reporting.get(path)
-        if reporting is None:
-            reporting = self._reporting[path] = self._make(path)
+        reporting = self._reporting[path] = self._make(path)
         return reporting
 
     def _inner(self, path: str) -> Callable[..., Any]:

@@ -20,7 +20,12 @@ class Waiting(dict[Location, "list[BlockRun]"]):
         """`run` waits where it says, if it does."""
         event = run.waits
         if isinstance(event, Location) and not run.finished:
-            self.want(event).append(run)
+            runs = self.get(event)
+            if runs is None:
+                self[event] = [run]
+                self._enter(event)
+            else:
+                runs.append(run)
             if run.looks_inside:
                 self._watch(event)
 
@@ -56,12 +61,10 @@ class Waiting(dict[Location, "list[BlockRun]"]):
             self._release(event)
 
     def _enter(self, event: Location) -> None:
-        if event.in_model:
-            self.sites.want(event)
+        self.sites.want(event)
 
     def _release(self, event: Location) -> None:
-        if event.in_model:
-            self.sites.release(event)
+        self.sites.release(event)
 
     def _watch(self, event: Location) -> None:
         self.sites.watch(event)

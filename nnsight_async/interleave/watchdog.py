@@ -26,6 +26,9 @@ SIGNAL = signal.SIGURG
 CHANCES = 3
 """How often `Expired` is raised in a block that catches it and goes on, before the block is abandoned."""
 
+ABANDONED = object()
+"""What the switch into a block returns that did not end its turn itself. It must never be entered again."""
+
 
 class Expired(BaseException):
     """Raised in a block whose turn takes too long."""
@@ -52,7 +55,6 @@ class Watchdog:
         self._began = 0.0
         self._deadline = math.inf
         self._strikes = 0
-        self._abandoned = False
         self._held = False
         self._main = threading.main_thread().ident
         self._closing = threading.Event()
@@ -81,11 +83,6 @@ class Watchdog:
         finally:
             self._held = False
         self.strike()
-
-    def abandoned(self) -> bool:
-        """Whether the block did not end its last turn itself. It must never be entered again."""
-        abandoned, self._abandoned = self._abandoned, False
-        return abandoned
 
     def close(self) -> None:
         """End the watching thread."""
@@ -116,11 +113,10 @@ class Watchdog:
         self.total += 1
         if self._strikes <= CHANCES:
             raise Expired
-        self._abandoned = True
         # It would be resumed, to unwind, when its last reference goes.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(stuck))
         assert stuck.parent is not None
-        stuck.parent.switch()
+        stuck.parent.switch(ABANDONED)
 
 
 def _watch(watchdog: weakref.ref[Watchdog], closing: threading.Event) -> None:
