@@ -36,6 +36,7 @@ class Sites:
         self.inside = Inside(listener)
         self._reached: set[str] = set()
         """Modules that have been entered with all that is around them, since others were left last."""
+        self._held: set[str] = set()
         self._stays = False
         self._chains: dict[str, tuple[str, ...]] = {}
         self._previous: dict[str, Any] = {}
@@ -65,10 +66,24 @@ class Sites:
         if operation:
             self.inside.want(event)
         if path not in self._reached and kind not in OUTSIDE:
-            self._reached.add(path)
-            for link in self._chains.get(path) or self._chain(path):
-                if link not in self._previous:
-                    self._enter(link)
+            self._reach(path)
+
+    def hold(self, path: str) -> None:
+        """Enter a module and its ancestors until `let_go`, whoever waits there."""
+        self._held.add(path)
+        self._reach(path)
+
+    def let_go(self, path: str) -> None:
+        """End what `hold` began."""
+        self._held.discard(path)
+        if not self._stays:
+            self.settle()
+
+    def _reach(self, path: str) -> None:
+        self._reached.add(path)
+        for link in self._chains.get(path) or self._chain(path):
+            if link not in self._previous:
+                self._enter(link)
 
     def release(self, event: Location) -> None:
         """Nobody waits at `event` any more."""
@@ -84,7 +99,7 @@ class Sites:
     def settle(self) -> None:
         """Leave the modules that nobody wants any more."""
         self._stays = False
-        self._reached = {event.path for event in self._listener.waiting if event.in_model}
+        self._reached = {*self._held, *(event.path for event in self._listener.waiting if event.in_model)}
         needed = {link for path in self._reached for link in self._chain(path)}
         for link in [link for link in self._previous if link not in needed]:
             self._leave(link)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from nnsight_async.errors import ShapeError, UnsupportedError
-from nnsight_async.interleave.locations import Location
 from nnsight_async.interleave.views import pair
 from nnsight_async.runs.ops import KEY
 from nnsight_async.tree.describe import describe
@@ -199,7 +198,6 @@ def ops_of(runner: Any, interleaver: Interleaver, manifest: Manifest, streams: S
 
     def enter(path: str, on: bool) -> None:
         if path in there:
-            place = Location(path, "output")
-            (interleaver.sites.want if on else interleaver.sites.release)(place)
+            (interleaver.sites.hold if on else interleaver.sites.let_go)(path)
 
     return Ops(sites.numbers, sites.made, limits, None if sites.hooked else enter)

@@ -67,3 +67,19 @@ def test_nothing_is_entered_for_what_no_module_passes():
     over(sites, listener, LOGITS)
     waiting(sites, listener, Location("", "output"))
     assert entered(model) == {""}
+
+
+def test_what_is_held_is_entered_until_it_is_let_go():
+    model, listener = Toy(), SimpleNamespace(waiting={})
+    sites = Sites(model, listener)
+    sites.hold("layers.2")
+    sites.stay()
+    waiting(sites, listener, EXIT)
+    over(sites, listener, EXIT)
+    sites.settle()
+    assert entered(model) == {"", "layers", "layers.2"}
+    waiting(sites, listener, OTHER)
+    over(sites, listener, OTHER)
+    assert entered(model) == {"", "layers", "layers.2"}
+    sites.let_go("layers.2")
+    assert not entered(model)
