@@ -243,7 +243,7 @@ class Crews:
         stop, stride = plan.steps[1:]
         if stride != 1:
             return
-        steps = FOREVER if stop is None else stop - 1 - run.step
+        steps = FOREVER if stop is None else stop - 2 - run.step  # in its last, it says that it has ended
         if saves.last:
             steps = min(steps, (saves.budget - saves.spent) // saves.last)
         if steps > 0:

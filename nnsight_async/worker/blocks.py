@@ -56,6 +56,8 @@ class Blocks:
         self._edits: dict[int, Edit] = {}
         self._edited_by: dict[BlockRun, int] = {}
         self._runs: dict[str, tuple[BlockRun, ...]] = {}
+        self._operated: dict[str, tuple[int, int]] = {}
+        """Requests that have operations: their keys, and which part the operations are."""
         self._rows: dict[BlockRun, int] = {}
         self._scheduled: dict[BlockRun, int] = {}
         """All runs of a step, those whose block has ended too, and their rows in what is sampled from."""
@@ -107,7 +109,8 @@ class Blocks:
         """End edits, in the requests that run them now too."""
         for number in numbers:
             self._edits.pop(number, None)
-        self.ops.clear(numbers)
+        for request, error in self.ops.clear(numbers):
+            self._outbox.say(*self._operated[request], error, number=1)
         with torch.inference_mode():
             for run in [run for run, number in self._edited_by.items() if number in numbers and not run.over]:
                 self.interleaver.dismiss(run)
@@ -116,6 +119,10 @@ class Blocks:
     def schedule(self, scheduled: SchedulerOutput) -> None:
         """Take in the requests that arrive with a step and let go of those that are over."""
         self._recycling.hand_over(scheduled, self._runs, self.ops.wild_requests)
+        if scheduled.finished_req_ids:  # those that arrive are given the room that these had
+            self.ops.part(scheduled.finished_req_ids)
+            for request in self._operated.keys() & scheduled.finished_req_ids:
+                del self._operated[request]
         for request in scheduled.scheduled_new_reqs:
             again = request.req_id in self._runs or request.req_id in self.ops  # it was preempted
             failure = self._adapters.provide(request, again=again)
@@ -127,7 +134,6 @@ class Blocks:
         if self._runs:
             self._part(scheduled.finished_req_ids)
         if scheduled.finished_req_ids:
-            self.ops.part(scheduled.finished_req_ids)
             self._adapters.part(scheduled.finished_req_ids)
 
     def begin_step(self, step: Composition) -> None:
@@ -228,6 +234,7 @@ class Blocks:
             self._plan(runs)
         part = len(runs)
         if shipped.ops is not None:
+            self._operated[request.req_id] = key, part
             self._outbox.say(key, part, self.ops.arrive(request, shipped.ops, rows, self._edits))
             part += 1
         if shipped.adapter:

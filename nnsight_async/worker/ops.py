@@ -49,8 +49,6 @@ class Applied:
     ops: Sequence[Op]
     prompt: int
     total: int
-    wild: bool
-    """Whether they might make the stream infinite."""
 
     def at(self, position: int, rows: int) -> list[int]:
         """The states of so many rows, the first of which is at a position."""
@@ -102,14 +100,14 @@ class Ops:
         self.wild: list[int] = []
         """Which of the step's requests have operations that might make its stream infinite."""
         self.wild_requests: set[str] = set()
-        """Those of all requests."""
+        """Those of all requests that have or had such operations: what these made of the stream stays in the cache."""
         self.total = 0
         """Requests that had operations, so far."""
 
     @property
     def idle(self) -> bool:
-        """Whether no request here has operations."""
-        return not self._live
+        """Whether no request here has operations, or has had any that might have made its stream infinite."""
+        return not (self._live or self.wild_requests)
 
     def __contains__(self, request: str) -> bool:
         return request in self._known
@@ -134,25 +132,34 @@ class Ops:
             return error
         return None
 
-    def clear(self, edits: Collection[int]) -> None:
-        """Edits end, in the requests that go on too."""
-        for request, applied in list(self._live.items()):
+    def clear(self, edits: Collection[int]) -> list[tuple[str, Exception]]:
+        """Edits end, in the requests that go on too; returns those that there is no room for without them, and why."""
+        left: list[tuple[str, Applied, list[Op]]] = []
+        for request, applied in self._live.items():
             ops = [op for op in applied.ops if op.edit not in edits]
             if len(ops) < len(applied.ops):
-                self._let_go(request)
+                left.append((request, applied, ops))
+        for request, _, _ in left:
+            self._let_go(request)
+            self._seen = [], []
+        failed: list[tuple[str, Exception]] = []
+        for request, applied, ops in left:
+            try:
                 if ops:
                     self._take(request, ops, applied.prompt, applied.total)
-                self._seen = [], []
+            except OpLimitError as error:  # others do what it did, and keep that
+                failed.append((request, error))
+        return failed
 
     def part(self, finished: Iterable[str]) -> None:
         """Requests are over: let go of what they used."""
         for request in self._known.intersection(finished) if self._known else ():
             self._known.discard(request)
+            self.wild_requests.discard(request)
             self._let_go(request)
 
     def _let_go(self, request: str) -> None:
         applied = self._live.pop(request, None)
-        self.wild_requests.discard(request)
         if applied is not None:
             self._release(applied.chains)
             self._leave(applied.paths)
@@ -160,7 +167,8 @@ class Ops:
     def begin_step(self, step: Composition) -> None:
         """The forward pass over `step` is about to run."""
         mirror = self._mirror
-        if mirror is None or not (self._live or mirror.marked):
+        if mirror is None or (self.idle and not mirror.marked):
+            self.wild = []
             return
         mirror.upload()
         requests = list(step.requests)
@@ -173,6 +181,8 @@ class Ops:
         self.wild = []
         for at, request in enumerate(requests):
             applied, rows = self._live.get(request), starts[at + 1] - starts[at]
+            if request in self.wild_requests:
+                self.wild.append(at)
             if applied is None:
                 states += [NOTHING] * rows
                 continue
@@ -181,8 +191,6 @@ class Ops:
             if applied.settled:
                 unsettled.append((at, applied.settled))
                 steady = steady and position >= applied.settled
-            if applied.wild:
-                self.wild.append(at)
         mirror.mark(states)
         self._seen, self._unsettled = (requests, starts) if steady else ([], []), unsettled
 
@@ -212,11 +220,10 @@ class Ops:
         changes = np.flatnonzero(np.diff(states))
         settled = int(changes[-1]) + 1 if len(changes) else 0
         paths = dict.fromkeys(op.path for op in ops)
-        wild = self._limits.narrow or any(map(_is_wild, ops))
-        if wild:
+        if self._limits.narrow or any(map(_is_wild, ops)):
             self.wild_requests.add(request)
         self._live[request] = Applied(
-            states[: settled + 1], settled, int(states[-1]), taken, tuple(paths), ops, prompt, total, wild
+            states[: settled + 1], settled, int(states[-1]), taken, tuple(paths), ops, prompt, total
         )
         for path in paths:
             self._entered[path] += 1

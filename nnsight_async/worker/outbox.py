@@ -53,10 +53,14 @@ class Outbox:
         else:
             self._together.append(found)
 
-    def say(self, key: int, part: int, error: Exception | None) -> None:
-        """Tell the run that a part of it that is no block has done what it had to, or that it failed."""
-        failure = None if error is None else failures.pack(error, "before step 0 of the run")
-        self._frames.append(Frame(key, 0, done=True, error=failure, part=part))
+    def say(self, key: int, part: int, error: Exception | None, number: int = 0) -> None:
+        """Tell the run that a part of it that is no block has done what it had to, or that it failed.
+
+        `number` counts what is said of that part: what has been done may fail later.
+        """
+        when = "when an edit was cleared" if number else "before step 0 of the run"
+        failure = None if error is None else failures.pack(error, when)
+        self._frames.append(Frame(key, 0, done=True, error=failure, part=part, number=number))
 
     def flush(self) -> None:
         """The step is over: let the other thread send what was taken."""
@@ -114,16 +118,9 @@ class NoOutbox(Outbox):
         pass
 
     def report_together(self, crew: Crew) -> None:
-        """Take what the runs of a crew have to say at the end of a step."""
-        found = Together(crew.keys, crew.bases, crew.numbers, crew.steps, [], crew.each)
-        try:
-            found.entries = [self._packed(*entry, together=True) for entry in crew.entries()]
-        except SaveError as error:
-            self._frames += _without_values(Message([], [], together=[found]), error).frames
-        else:
-            self._together.append(found)
+        pass
 
-    def say(self, key: int, part: int, error: Exception | None) -> None:
+    def say(self, key: int, part: int, error: Exception | None, number: int = 0) -> None:
         pass
 
     def flush(self) -> None:

@@ -120,8 +120,26 @@ def test_a_loop_ends_while_others_go_on(simulation):
     batch = [(task, text([0, 1], loop)) for task, loop in zip(tasks(12, 12, 12), LOOPS[::2], strict=True)]
     before = simulation.letters.together
     found = done(simulation, batch, [], plans=True)
-    assert simulation.letters.together - before == (12 - 2) + (6 - 2)
+    assert simulation.letters.together - before == (12 - 2) + (6 - 3)  # in its last step, a block has ended
     assert_equal(batch, found, done(simulation, batch, [], plans=False))
+
+
+@pytest.mark.parametrize("plans", [True, False])
+def test_values_are_final_with_the_last_step_of_a_loop(simulation, plans):
+    simulation.blocks.interleaver.plans = plans  # type: ignore[misc]
+    (task,) = tasks(9)
+    served = simulation.add(task.prompt, text([0], "tracer.iter[1:6]").probe(0), task.max_tokens)
+    final: list[bool] = []
+    for _ in range(8):
+        drawn = simulation.step([served])
+        simulation.deliver(simulation.letters.take())
+        simulation.tell(served, drawn[served.name])
+        final.append(served.run.values_final)
+    assert final == [False] * 5 + [True] * 3
+    simulation.finish(served)
+    simulation.step([])
+    simulation.deliver(simulation.letters.take())
+    simulation.requests.clear()
 
 
 @pytest.mark.parametrize("at", range(8))

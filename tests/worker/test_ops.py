@@ -14,12 +14,15 @@ import torch
 
 from nnsight_async import OpLimitError
 from nnsight_async.runs.ops import Op, ShippedOps, Vector
+from nnsight_async.runs.shipment import Shipment
 from nnsight_async.testing import v2_runner_environment
+from nnsight_async.worker.blocks import Edit
 from nnsight_async.worker.composition import NOBODY, Composition
 from nnsight_async.worker.op_kernel import change
 from nnsight_async.worker.op_sites import OpSites
 from nnsight_async.worker.op_tables import Sizes, Tables
 from nnsight_async.worker.ops import Limits, Ops
+from tests.worker.simulation import Served, Simulation
 
 ROOT = Path(__file__).parents[2]
 SITES = {"layers.0": 0, "layers.1": 1}
@@ -153,6 +156,88 @@ def test_edits_that_end_leave_the_operations_of_requests_that_go_on() -> None:
     assert "b" in worker.ops  # and is not taken in again, where it is preempted
     worker.ops.part(["b"])
     assert "b" not in worker.ops
+
+
+def test_what_an_operation_may_have_made_infinite_stays_so_when_its_edit_ends() -> None:
+    worker = Worker()
+    worker.arrive("a", replace(steer(1.0, scale=1e30), edit=7))
+    worker.arrive("b", replace(steer(1.0, scale=1e30, positions="prompt"), edit=7), steer(2.0))
+    worker.step(4, "plain", "a", "b")
+    assert worker.ops.wild == [1, 2]
+    worker.ops.clear([7])
+    assert worker.step(5, "plain", "b", "a") == [[1.0], [3.0], [1.0]]
+    assert worker.ops.wild == [1, 2]
+    assert worker.ops.wild_requests == {
+        "a",
+        "b",
+    }  # and what they are given of the cache is cleared before others have it
+    worker.ops.part(["b"])
+    assert not worker.ops.idle
+    worker.step(6, "a", "plain")
+    assert worker.ops.wild == [0]
+    worker.ops.part(["a"])
+    assert worker.ops.idle
+    worker.step(7, "plain")
+    assert worker.ops.wild == []
+
+
+def test_an_edit_ends_for_all_though_there_is_no_room_for_what_one_of_them_goes_on_with() -> None:
+    worker = Worker(states=4)
+    edited = replace(steer(1.0), edit=7)
+    worker.arrive("a", edited, steer(2.0))
+    worker.arrive("shares", steer(1.0), steer(2.0))  # the same, of its own
+    worker.arrive("b", edited)
+    for name, value in (("c", 3.0), ("d", 4.0)):
+        assert worker.arrive(name, steer(value)) is None
+    assert worker.arrive("shares too", steer(1.0)) is None
+    ((failed, error),) = worker.ops.clear([7])
+    assert failed == "a"
+    assert isinstance(error, OpLimitError)
+    names = ("a", "b", "c", "d", "shares", "shares too")
+    assert worker.step(5, *names) == [[1.0], [1.0], [4.0], [5.0], [4.0], [2.0]]
+    assert worker.ops.clear([7]) == []
+
+
+def test_who_arrives_is_given_the_room_of_those_that_are_over() -> None:
+    """As many vectors as there is room for, in every step."""
+    simulation = Simulation()
+    worker = Worker(states=8, vectors=4)
+    simulation.blocks.ops = worker.ops
+    before: list[Served] = []
+    for number in range(3):
+        ops = ([steer(4.0 * number + 1), steer(4.0 * number + 2)], [steer(4.0 * number + 3), steer(4.0 * number + 4)])
+        served = [operated(simulation, own) for own in ops]
+        for each in before:
+            simulation.finish(each)
+        simulation.step(served)
+        simulation.deliver(simulation.letters.take())
+        assert [each.run.error for each in served] == [None, None]
+        before = served
+
+
+def test_a_request_that_there_is_no_room_for_when_an_edit_ends_fails_alone() -> None:
+    simulation = Simulation()
+    simulation.blocks.ops = Worker(states=2).ops
+    simulation.blocks._edits[7] = Edit(b"", rowwise=True)
+    one = operated(simulation, [replace(steer(1.0), edit=7), steer(2.0)])
+    other = operated(simulation, [steer(1.0), steer(2.0)])
+    third = operated(simulation, [steer(5.0)])
+    drawn = simulation.step([one, other, third])
+    simulation.deliver(simulation.letters.take())
+    for each in (one, other, third):
+        simulation.tell(each, drawn[each.name])
+    simulation.blocks.clear([7])
+    simulation.deliver(simulation.letters.take())
+    assert isinstance(one.run.error, OpLimitError)
+    assert (other.run.error, third.run.error) == (None, None)
+
+
+def operated(simulation: Simulation, ops: list[Op]) -> Served:
+    served = simulation.add([9, 10, 11, 12], None, 8)
+    served.params.max_tokens = 8
+    served.run.ride([], operated=True)
+    Shipment((served.run.key,), None, 1 << 30, 5.0, (), ops=ShippedOps.of(ops)).onto(served.params)
+    return served
 
 
 COMPARE = """
