@@ -72,10 +72,13 @@ class Blocks:
     @property
     def runs(self) -> list[BlockRun]:
         """Those that have state here."""
-        found = [run for runs in self._runs.values() for run in runs]
-        for run in found:
+        return [run for runs in self._runs.values() for run in runs]
+
+    def stand_alone(self) -> list[BlockRun]:
+        """Those that have state here, each of which knows where it stands: they leave their crews."""
+        for run in self.runs:
             self.interleaver.crews.leave(run)
-        return found
+        return self.runs
 
     @property
     def idle(self) -> bool:

@@ -173,7 +173,7 @@ class BlockWorker:
         if isinstance(self.nnsight_outbox, NoOutbox):
             return None
         self.nnsight_outbox.mark(address, number)
-        return [(run.key, run.part, run.reports) for run in self.nnsight_blocks.runs]
+        return [(run.key, run.part, run.reports) for run in self.nnsight_blocks.stand_alone()]
 
     def nnsight_counts(self) -> dict[str, Any]:
         """What blocks hold in this worker now, and what they have taken so far."""

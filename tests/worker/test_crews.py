@@ -16,7 +16,7 @@ from nnsight_async.interleave.bundle import Bundle, Odd
 from tests.programs.drawn import Task
 from tests.worker.causal import WIDTH
 from tests.worker.simulation import Served, Simulation
-from tests.worker.test_plans_simulated import Text, line_of
+from tests.worker.test_plans_simulated import Text, done, line_of
 from tests.worker.test_programs_simulated import MOVES, Schedule, assert_same, seen
 
 READS = (
@@ -36,30 +36,6 @@ def text(reads: list[int], loop: str = "tracer.iter[:]", before: tuple[str, ...]
 
 
 ONE = text([0, 1, 4])
-
-
-@pytest.fixture(scope="module")
-def simulation() -> Simulation:
-    return Simulation()
-
-
-def done(
-    simulation: Simulation, batch: list[tuple[Task, Text | None]], moves: list[Any], *, plans: bool
-) -> list[Served]:
-    simulation.blocks.interleaver.plans = plans  # type: ignore[misc]
-    served = [
-        simulation.add(task.prompt, None if told is None else told.probe(number), task.max_tokens)
-        for number, (task, told) in enumerate(batch)
-    ]
-    tasks = [(task, each) for (task, _), each in zip(batch, served, strict=True)]
-    Schedule(simulation, tasks).run(list(moves))
-    simulation.requests.clear()
-    interleaver = simulation.blocks.interleaver
-    assert not simulation.blocks.runs
-    assert not interleaver.waiting
-    assert not interleaver.sites.entered
-    assert not interleaver.crews
-    return served
 
 
 def assert_equal(batch: list[tuple[Task, Text | None]], some: list[Served], others: list[Served]) -> None:
@@ -215,7 +191,7 @@ def test_what_is_asked_of_a_run_meanwhile_is_as_of_now(simulation):
         simulation.deliver(simulation.letters.take())
         simulation.tell(served, drawn[served.name])
         if step in (3, 5):
-            (run,) = simulation.blocks.runs
+            (run,) = simulation.blocks.stand_alone()
             assert (run.step, run.reports, run.position) == (step, step + 1, len(task.prompt) + step)
             assert run.saves.spent == served.run.ledger.bytes
             assert run.crew is None

@@ -46,11 +46,6 @@ class Found:
     bytes: int = field(default=0)
 
 
-@pytest.fixture(scope="module")
-def simulation() -> Simulation:
-    return Simulation()
-
-
 def block(text: str, **names: Any) -> Any:
     text = dedent(text).strip("\n").replace("LAYERS", "model.model.layers")
     source = f"def block(model, tracer):\n{indent(text, '    ')}\n"

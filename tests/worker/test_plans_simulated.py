@@ -114,11 +114,6 @@ def batches(draw: Any) -> list[tuple[Task, Text | None]]:
     return draw(st.lists(st.tuples(tasks, st.sampled_from([*known, *known, None])), min_size=1, max_size=6))
 
 
-@pytest.fixture(scope="module")
-def simulation() -> Simulation:
-    return Simulation()
-
-
 def done(
     simulation: Simulation, batch: list[tuple[Task, Text | None]], moves: list[Any], *, plans: bool
 ) -> list[Served]:
@@ -132,6 +127,7 @@ def done(
     interleaver = simulation.blocks.interleaver
     assert not interleaver.waiting
     assert not interleaver.sites.entered
+    assert not interleaver.crews
     return served
 
 

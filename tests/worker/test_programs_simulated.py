@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
@@ -74,11 +73,6 @@ class Schedule:
         for task, served in self.tasks:
             if self._left(task, served):
                 self.simulation.finish(served)
-
-
-@pytest.fixture(scope="module")
-def simulation() -> Simulation:
-    return Simulation()
 
 
 def run(simulation: Simulation, batch: tuple[Task, ...], moves: list[Move]) -> list[Served]:
