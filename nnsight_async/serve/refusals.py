@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import httpx
 import msgspec
 
@@ -15,7 +17,7 @@ LONGEST_REFUSAL = 1 << 16
 async def start_of(answer: httpx.Response) -> bytes:
     """The beginning of its body, which may be anything."""
     found = bytearray()
-    async for chunk in answer.aiter_raw():
+    async for chunk in cast("httpx.AsyncByteStream", answer.stream):  # `aiter_raw` would close it, at its end
         found += chunk
         if len(found) > LONGEST_REFUSAL:
             break

@@ -6,10 +6,10 @@ import asyncio
 import functools
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from contextlib import aclosing, suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import httpx
 import msgspec
@@ -265,16 +265,31 @@ class Remote:
         return wire.encode(asked, tensors)
 
     async def _stream(self, run: Run, body: bytes) -> None:
-        async with self.client.stream("POST", "/nnsight/v1/runs", content=body, headers=_typed(body)) as answer:
+        async with self._answer("/nnsight/v1/runs", body) as answer:
             if answer.status_code != 200:
                 run.fail(refusal_of(answer.status_code, await start_of(answer)))
                 return
-            chunks: Any = answer.aiter_raw()
-            async with aclosing(chunks), aclosing(wire.messages(chunks, m.replies, m.REPLY_BOUNDS)) as found:
+            # Not `aiter_raw`, which closes the answer at its end.
+            chunks = cast("httpx.AsyncByteStream", answer.stream)
+            async with aclosing(wire.messages(aiter(chunks), m.replies, m.REPLY_BOUNDS)) as found:
                 async for received in found:
                     _feed(run, received)
                     if run.settled or isinstance(received.body, m.Ended):
                         return
+
+    @asynccontextmanager
+    async def _answer(self, path: str, body: bytes) -> AsyncGenerator[httpx.Response]:
+        """An answer on its way, which is closed by a task of its own: a run that settles cancels who reads it, and a
+        closing that is cancelled leaves a connection open, behind which the server goes on."""
+        asked = self.client.build_request("POST", path, content=body, headers=_typed(body))
+        answer = await self.client.send(asked, stream=True)
+        try:
+            yield answer
+        finally:
+            closing = self._loop.create_task(answer.aclose())
+            self._tasks.add(closing)
+            closing.add_done_callback(self._tasks.discard)
+            await asyncio.wait({closing})
 
     def _unreachable(self, error: httpx.HTTPError) -> ServerError:
         return ServerError(f"{self.url} cannot be reached, or has gone: {str(error) or type(error).__name__}")

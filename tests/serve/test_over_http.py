@@ -185,6 +185,22 @@ async def test_who_leaves_aborts_though_nothing_is_being_sent(model: Any, engine
     await until(lambda: not engine.going)
 
 
+@pytest.mark.parametrize("steps", [1, 100_000])
+async def test_no_connection_is_left(model: Any, engine: Counting, steps: int) -> None:
+    """Nor a run: a message that comes as its run settles ends the reading, which is then cancelled while it closes."""
+    await model.generate(["x"], max_tokens=1)
+    remote = model._engine
+    pool = remote.client._transport._pool
+    for _ in range(30):
+        async with model.trace("x", max_tokens=steps) as tracer:
+            model.layers[0].output.save("h")
+        async with tracer.stream() as stream:
+            await anext(stream)
+        await until(lambda: not engine.going and not remote.held)
+        assert not pool._requests
+        assert all(connection.is_idle() for connection in pool.connections)
+
+
 @pytest.mark.parametrize(("sent", "most"), [(plainly, LIMITS.runs), (with_a_table, 2)])
 async def test_who_leaves_has_room_for_the_next(
     model: Any, engine: Counting, monkeypatch: pytest.MonkeyPatch, sent: Any, most: int
