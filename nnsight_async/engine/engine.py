@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from nnsight_async.interleave.locations import Location
     from nnsight_async.runs.frames import Frame
     from nnsight_async.runs.run import Run
+    from nnsight_async.runs.unread import Unread
 
 T = TypeVar("T")
 
@@ -321,7 +322,7 @@ class Engine:
         with suppress(RuntimeError):  # the loop has been closed
             self._loop.call_soon_threadsafe(function)
 
-    def _deliver(self, frame: Frame) -> None:
+    def _deliver(self, frame: Frame | Unread) -> None:
         run = self._runs.get(frame.key)
         if run is None:
             self._tally["late_frames"] += 1

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from nnsight_async.engine.prefixes import Prefixes
     from nnsight_async.runs.edit import Installed
     from nnsight_async.runs.frames import Frame
+    from nnsight_async.runs.unread import Unread
 
 ARGUMENT = "edits"
 """The entry in `SamplingParams.extra_args` (`vllm_xargs` of the OpenAI API) by which a request chooses."""
@@ -114,7 +115,7 @@ class Foreign:
             self._pending.append(output)
             self._advance()
 
-    def feed_frame(self, frame: Frame) -> None:
+    def feed_frame(self, frame: Frame | Unread) -> None:
         """Take what the worker sent at the end of a step."""
         sequence = self._sequences[frame.key]
         if frame.printed:

@@ -12,6 +12,7 @@ import zmq
 
 from nnsight_async.runs import frames
 from nnsight_async.runs.frames import MARK, Frame, inbox_address
+from nnsight_async.runs.unread import Unread
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,9 @@ class Inbox:
     The loop watches the socket itself: a message takes a third of the time that it takes with `zmq.asyncio` (27.1).
     """
 
-    def __init__(self, home: Path, model: str, deliver: Callable[[Frame], None], moved: Callable[[], None]) -> None:
+    def __init__(
+        self, home: Path, model: str, deliver: Callable[[Frame | Unread], None], moved: Callable[[], None]
+    ) -> None:
         self._home = home
         self._told = {"model": model}
         self._deliver = deliver

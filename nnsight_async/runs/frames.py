@@ -9,7 +9,8 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from nnsight_async.runs.packing import Flat, Kind, Unreadable, unpack, unpack_together
+from nnsight_async.runs.packing import Flat, Kind, Unreadable, check_together, unpack
+from nnsight_async.runs.unread import Brought, Unread
 
 Buffer = bytes | bytearray | memoryview
 
@@ -91,8 +92,8 @@ def encode(message: Message, flats: Sequence[torch.Tensor]) -> list[Buffer]:
     return [_encoder.encode(message), *map(_buffer, flats)]
 
 
-def decode(parts: Sequence[Buffer], address: str = "") -> list[Frame]:
-    """The frames of a message to `address`, with the values of their entries rebuilt.
+def decode(parts: Sequence[Buffer], address: str = "") -> list[Frame | Unread]:
+    """The frames of a message to `address`, with the values of their entries rebuilt, or still to be looked at.
 
     `ValueError` for what is no such message. Where the values of a frame cannot be read, it says so, and the others are
     whole.
@@ -109,30 +110,37 @@ def decode(parts: Sequence[Buffer], address: str = "") -> list[Frame]:
     return [*message.frames, *(frame for each in message.together for frame in _apart(each, flats))]
 
 
-def _apart(together: Together, flats: Sequence[Flat | Unreadable]) -> Iterator[Frame]:
-    if not len(together.keys) == len(together.bases) == len(together.numbers):
+def read(frame: Frame | Unread) -> Frame:
+    """The frame, with its values."""
+    if isinstance(frame, Frame):
+        return frame
+    return Frame(frame.key, frame.step, frame.entries, size=frame.size, number=frame.number, damaged=frame.damaged)
+
+
+def _apart(together: Together, flats: Sequence[Flat | Unreadable]) -> Iterator[Frame | Unread]:
+    keys, bases, numbers, steps, entries, size = msgspec.structs.astuple(together)
+    if not len(keys) == len(bases) == len(numbers):
         raise ValueError("a malformed message: runs that are together, without their steps or numbers")
-    count, damaged = len(together.keys), ""
-    entries: Sequence[tuple[Entry, ...]] = [()] * count
+    damaged = ""
     try:
-        columns = [unpack_together(value, flats, count) for _, _, value in together.entries]
-        names = [(name, operation) for name, operation, _ in together.entries]
-        if columns:
-            entries = [
-                tuple((*name, value) for name, value in zip(names, row, strict=True))
-                for row in zip(*columns, strict=True)
-            ]
+        for _, _, value in entries:
+            check_together(value, flats, len(keys))
     except Exception as error:  # of whatever kind: it was not `pack` that made this
-        damaged = f"{type(error).__name__}: {error}"
-    for index in range(count):
+        damaged, entries = f"{type(error).__name__}: {error}", []
+    if all(operation == "set" for _, operation, _ in entries):
+        brought = Brought(entries, flats, len(keys), damaged)
+        for index, (key, base, number) in enumerate(zip(keys, bases, numbers, strict=True)):
+            yield Unread(key, base + steps, number + steps, size, brought, index)
+        return
+    for index in range(len(keys)):
         frame = together.frame(index)
-        frame.entries, frame.damaged = list(entries[index]), damaged
+        frame.entries = [(name, operation, unpack(value, flats, index)) for name, operation, value in entries]
         yield frame
 
 
 def _flat(kind: Kind, part: Buffer) -> Flat | Unreadable:
     try:
-        return Flat.of(kind, part)
+        return Flat(kind, part)
     except Exception as error:  # of whatever kind: torch has its own for what does not fit
         return Unreadable(str(error))
 

@@ -11,6 +11,7 @@ import msgspec
 from msgspec.structs import replace
 
 from nnsight_async.runs.token import Token
+from nnsight_async.runs.unread import Unread
 
 SlowConsumers = Literal["fail", "drop"]
 """What becomes of a run whose consumer leaves too many values unread: it fails, or the oldest values are dropped."""
@@ -24,7 +25,7 @@ class Step(msgspec.Struct, eq=False, gc=False):  # see `Token`
     """
 
     token: Token | None
-    saves: dict[str, Any]
+    saves: dict[str, Any] | Unread
     size: int = 0
     read: bool = False
     lost: str = ""

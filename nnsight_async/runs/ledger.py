@@ -8,6 +8,7 @@ from typing import Any
 
 from nnsight_async.errors import SaveError, ValuesLostError
 from nnsight_async.runs.frames import Frame
+from nnsight_async.runs.unread import Unread
 
 DONE = sys.maxsize
 
@@ -19,7 +20,6 @@ class Ledger:
     """
 
     def __init__(self, parts: Sequence[str] = ("the block",)) -> None:
-        self.values: dict[str, Any] = {}
         self.through = -1
         self.complete = -1 if parts else DONE
         """The last step of which all that it saves has come."""
@@ -31,15 +31,23 @@ class Ledger:
         self._parts = parts
         self._reached = [-1] * len(parts)
         self._owners: dict[str, int] = {}
-        self._filed: dict[int, list[Frame]] = {}
-        self._closing: list[Frame] = []
+        self._filed: dict[int, list[Frame | Unread]] = {}
+        self._closing: list[Frame | Unread] = []
+        self._now: tuple[dict[str, Any], Unread | None] = {}, None
+        """The values, and those of the newest step if nobody has looked at them. Read from other threads, too."""
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The value of each name as it is now."""
+        values, newest = self._now
+        return values if newest is None else {**values, **newest.values()}
 
     @property
     def done(self) -> bool:
         """Whether no block has anything more to say."""
         return self.complete == DONE
 
-    def file(self, frame: Frame) -> None:
+    def file(self, frame: Frame | Unread) -> None:
         """Take a frame in; `SaveError` where two blocks of the request save the same name.
 
         `ValuesLostError` for one that is damaged, or not the next of its part.
@@ -52,7 +60,7 @@ class Ledger:
             self._check_names(frame)
         if frame.ended:
             self._closing.append(frame)
-        elif frame.entries:
+        elif isinstance(frame, Unread) or frame.entries:
             self._filed.setdefault(frame.step, []).append(frame)
         if frame.step > self.through:
             self.through = frame.step
@@ -80,9 +88,16 @@ class Ledger:
             for part, reached in enumerate(self._reached)
         )
 
-    def let_out(self, step: int) -> tuple[dict[str, Any], int]:
+    def let_out(self, step: int) -> tuple[dict[str, Any] | Unread, int]:
         """Apply the entries of `step`; returns the values that it saved, and the bytes that came for them."""
-        return self._apply(self._filed.pop(step, ()))
+        found = self._filed.pop(step, ())
+        if len(found) != 1 or not isinstance(unread := found[0], Unread):
+            return self._apply(found)
+        values, newest = self._now
+        if newest is not None and newest.names != unread.names:
+            values = self.values
+        self._now = values, unread
+        return unread, unread.size
 
     def close(self) -> dict[str, Any]:
         """No step comes any more: drop what was filed for steps without a token; returns what was saved last."""
@@ -90,8 +105,9 @@ class Ledger:
         closing, self._closing = self._closing, []
         return self._apply(closing)[0]
 
-    def _check_names(self, frame: Frame) -> None:
-        for name, _, _ in frame.entries:
+    def _check_names(self, frame: Frame | Unread) -> None:
+        names = frame.names if isinstance(frame, Unread) else [name for name, _, _ in frame.entries]
+        for name in names:
             owner = self._owners.setdefault(name, frame.part)
             if owner != frame.part:
                 raise SaveError(
@@ -100,15 +116,17 @@ class Ledger:
                     "edits=[...])"
                 )
 
-    def _apply(self, found: Iterable[Frame]) -> tuple[dict[str, Any], int]:
+    def _apply(self, found: Iterable[Frame | Unread]) -> tuple[dict[str, Any], int]:
         saves: dict[str, Any] = {}
-        size = 0
+        if found:
+            self._now = self.values, None
+        values, size = self._now[0], 0
         for frame in found:
             size += frame.size
             for name, operation, value in frame.entries:
                 if operation != "set":
-                    value = _after(self.values.get(name), operation, value)
-                saves[name] = self.values[name] = value
+                    value = _after(values.get(name), operation, value)
+                saves[name] = values[name] = value
         return saves, size
 
 

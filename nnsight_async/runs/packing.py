@@ -119,52 +119,57 @@ def _pack_plain(value: Any) -> list[Any]:
     return ["plain", value if kind is None else kind(value)]
 
 
-class Flat(NamedTuple):
+class Flat:
     """The bytes of a flat tensor as they came, and what they are.
 
     Its tensors are copied out, so that who keeps one run's value does not keep those of all runs.
     """
 
-    dtype: torch.dtype
-    size: int
-    buffer: memoryview
-    length: int
-    """Of each of `pieces`, in elements."""
-    pieces: Sequence[torch.Tensor]
-    """All tensors of it, where they have one shape."""
-
-    @classmethod
-    def of(cls, kind: Kind, buffer: bytes | bytearray | memoryview) -> Flat:
-        """`ValueError` for a dtype that torch does not have."""
-        name, shape = kind
+    def __init__(self, kind: Kind, buffer: bytes | bytearray | memoryview, *, lent: bool = False) -> None:
+        """`lent`: the memory is to be given back. `ValueError` for a dtype that torch does not have."""
+        name, self._shape = kind
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"unknown dtype {name!r}")
-        whole = memoryview(buffer)
-        length, pieces = math.prod(shape or ()), ()
-        if shape is not None and length and len(whole) > length * dtype.itemsize and not whole.readonly:
-            # Two thirds of the time of copying each alone (torch 2.13).
-            pieces = cast("Any", torch.unbind_copy)(torch.frombuffer(whole, dtype=dtype).view(-1, *shape))
-        return cls(dtype, dtype.itemsize, whole, length, pieces)
+        self._dtype = dtype
+        self._size = dtype.itemsize
+        self._buffer = memoryview(buffer)
+        self._lent = lent
+        self._length = math.prod(self._shape or ())
+        self._pieces: Sequence[torch.Tensor] | None = None
 
     def piece(self, offset: int, shape: list[int]) -> torch.Tensor:
-        """The tensor at an offset."""
-        if self.pieces:
-            return self.pieces[offset // self.length]
-        start, stop = offset * self.size, (offset + math.prod(shape)) * self.size
-        if start == stop:
-            return torch.empty(shape, dtype=self.dtype)
-        whole = stop - start == len(self.buffer) and not self.buffer.readonly
-        own = self.buffer if whole else bytearray(self.buffer[start:stop])
-        return torch.frombuffer(own, dtype=self.dtype).view(shape)
+        """The tensor at an offset, where all of them are asked for, one by one."""
+        if self._pieces is None:
+            self._pieces = self._apart()
+        if self._pieces:
+            return self._pieces[offset // self._length]
+        start, stop = offset * self._size, (offset + math.prod(shape)) * self._size
+        if stop - start == len(self._buffer) and start != stop and not self._lent and not self._buffer.readonly:
+            return torch.frombuffer(self._buffer, dtype=self._dtype).view(shape)
+        return self.copy(offset, shape)
 
-    def column(self, offset: int, shape: list[int], count: int) -> Sequence[torch.Tensor]:
-        """So many tensors of one shape that follow each other."""
-        length = math.prod(shape)
-        if self.pieces and length == self.length:
-            first = offset // length
-            return self.pieces[first : first + count]
-        return [self.piece(offset + index * length, shape) for index in range(count)]
+    def copy(self, offset: int, shape: list[int]) -> torch.Tensor:
+        """The tensor at an offset, alone."""
+        start, stop = offset * self._size, (offset + math.prod(shape)) * self._size
+        if start == stop:
+            return torch.empty(shape, dtype=self._dtype)
+        return torch.frombuffer(bytearray(self._buffer[start:stop]), dtype=self._dtype).view(shape)
+
+    def check(self, offset: int, shape: list[int], count: int) -> None:
+        """`ValueError` unless so many tensors of one shape follow each other from there on."""
+        if offset < 0 or min(shape, default=0) < 0:
+            raise ValueError("a negative offset or size")
+        if (offset + count * math.prod(shape)) * self._size > len(self._buffer):
+            raise ValueError("there is no value for each run")
+
+    def _apart(self) -> Sequence[torch.Tensor]:
+        """All tensors of it, where they have one shape."""
+        buffer, shape, length = self._buffer, self._shape, self._length
+        if shape is None or not length or len(buffer) <= length * self._size or buffer.readonly:
+            return ()
+        # Two thirds of the time of copying each alone (torch 2.13).
+        return cast("Any", torch.unbind_copy)(torch.frombuffer(buffer, dtype=self._dtype).view(-1, *shape))
 
 
 class Unreadable(NamedTuple):
@@ -175,49 +180,50 @@ class Unreadable(NamedTuple):
     def piece(self, offset: int, shape: list[int]) -> torch.Tensor:
         raise ValueError(self.reason)
 
-    def column(self, offset: int, shape: list[int], count: int) -> Sequence[torch.Tensor]:
+    def copy(self, offset: int, shape: list[int]) -> torch.Tensor:
+        raise ValueError(self.reason)
+
+    def check(self, offset: int, shape: list[int], count: int) -> None:
         raise ValueError(self.reason)
 
 
-def unpack_together(packed: list[Any], flats: Sequence[Flat | Unreadable], count: int) -> Sequence[Any]:
-    """The values of so many runs that have saved it together; see `unpack`."""
+def check_together(packed: list[Any], flats: Sequence[Flat | Unreadable], count: int) -> None:
+    """Raise any of several errors unless this is what so many runs have saved together."""
     match packed:
         case ["tensor", number, offset, shape]:
-            found = flats[number].column(offset, shape, count)
-            if len(found) != count:
-                raise ValueError("there is no value for each run")
-            return found
-        case ["list" | "tuple" as tag, items]:
-            rows = _rows([unpack_together(item, flats, count) for item in items], count)
-            return list(map(list, rows)) if tag == "list" else rows
+            flats[number].check(offset, shape, count)
+        case ["list" | "tuple", items]:
+            for item in items:
+                check_together(item, flats, count)
         case ["dict", items]:
-            keys = [unpack(key, flats) for key, _ in items]
-            rows = _rows([unpack_together(item, flats, count) for _, item in items], count)
-            return [dict(zip(keys, row, strict=True)) for row in rows]
+            for key, item in items:
+                hash(unpack(key, flats))
+                check_together(item, flats, count)
         case _:
-            return [unpack(packed, flats)] * count
+            unpack(packed, flats)
 
 
-def _rows(columns: list[Sequence[Any]], count: int) -> list[tuple[Any, ...]]:
-    return list(zip(*columns, strict=True)) if columns else [()] * count
+def unpack(packed: list[Any], flats: Sequence[Flat | Unreadable], run: int | None = None) -> Any:
+    """The value again, with memory of its own. Raises any of several errors for what `pack` did not make.
 
-
-def unpack(packed: list[Any], flats: Sequence[Flat | Unreadable]) -> Any:
-    """The value again, with memory of its own. Raises any of several errors for what `pack` did not make."""
+    `run`: whose value is wanted of those that have saved it together, counted from 0.
+    """
     tag = packed[0]
     if tag == "tensor":
         _, number, offset, shape = packed
-        return flats[number].piece(offset, shape)
+        if run is None:
+            return flats[number].piece(offset, shape)
+        return flats[number].copy(offset + run * math.prod(shape), shape)
     _, content = packed
     match tag:
         case "plain":
             return content
         case "list":
-            return [unpack(item, flats) for item in content]
+            return [unpack(item, flats, run) for item in content]
         case "tuple":
-            return tuple(unpack(item, flats) for item in content)
+            return tuple(unpack(item, flats, run) for item in content)
         case "dict":
-            return {unpack(key, flats): unpack(item, flats) for key, item in content}
+            return {unpack(key, flats): unpack(item, flats, run) for key, item in content}
         case "big":
             return int(content)
         case _:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from nnsight_async.runs.frames import Frame
     from nnsight_async.runs.ops import Ops
     from nnsight_async.runs.request import Request
+    from nnsight_async.runs.unread import Unread
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +132,7 @@ class Run(Job):
             if self._ending or len(self.steps) <= self.ledger.complete:
                 self._advance()
 
-    def feed_frame(self, frame: Frame) -> None:
+    def feed_frame(self, frame: Frame | Unread) -> None:
         """Take what the worker sent at the end of a step."""
         with self._lock:
             if self.settled:
@@ -234,7 +235,8 @@ class Run(Job):
         if self.ledger.stopped_at == index:
             reason = "stop"
         request = self.request
-        token = Token(number, text, index, logprob, saves, reason, request.invoke, request.sequence)
+        given: Any = saves
+        token = Token(number, text, index, logprob, given, reason, request.invoke, request.sequence)
         self.take(Step(token, saves, size))
         if size and self.buffer.add(size):
             self._make_room()

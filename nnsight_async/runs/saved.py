@@ -7,6 +7,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from nnsight_async.errors import SlowConsumerError
+from nnsight_async.runs.unread import looked_at
 
 if TYPE_CHECKING:
     from nnsight_async.runs.job import Job
@@ -50,8 +51,9 @@ class Saved:
                     break
                 if step.lost:
                     raise SlowConsumerError(step.lost)
-                if self.name in step.saves:
-                    yield step.saves[self.name]
+                saves = looked_at(step.saves)
+                if self.name in saves:
+                    yield saves[self.name]
             job.check(self.name)
 
     def done(self) -> bool:

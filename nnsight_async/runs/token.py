@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from nnsight_async.runs.unread import looked_at
+
 
 class Token(msgspec.Struct, frozen=True, gc=False):
     """A token of a stream.
@@ -34,3 +36,7 @@ class Token(msgspec.Struct, frozen=True, gc=False):
     invoke: int = 0
     sequence: int = 0
     dropped: bool = False
+
+
+_saves: Any = Token.saves  # which may be `Unread`: made values when they are asked for
+Token.saves = property(lambda token: looked_at(_saves.__get__(token)))  # type: ignore[assignment, misc]

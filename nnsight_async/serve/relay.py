@@ -13,6 +13,7 @@ import torch
 
 from nnsight_async.errors import SlowConsumerError
 from nnsight_async.runs.carried import carried, carry, rebuilt
+from nnsight_async.runs.frames import read
 from nnsight_async.runs.run import Run
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import wire
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from nnsight_async.runs.edit import Installed
     from nnsight_async.runs.frames import Frame
     from nnsight_async.runs.request import Request
+    from nnsight_async.runs.unread import Unread
 
 OUTPUT_BYTES = 256
 """What a message without tensors counts as."""
@@ -69,9 +71,10 @@ class Relay(Run):
             self._put(to_delta(output, first=self.output is None), [])
         super().feed_output(output)
 
-    def feed_frame(self, frame: Frame) -> None:
+    def feed_frame(self, frame: Frame | Unread) -> None:
         if self.settled:
             return
+        frame = read(frame)
         if frame.error is not None:
             frame.error = carried(frame.error, self._keeps(frame.part))
         printed, warned = (frame.printed, frame.warned) if self._hears(frame.part) else ("", [])
