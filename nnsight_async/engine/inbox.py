@@ -12,6 +12,7 @@ import zmq
 
 from nnsight_async.runs import frames
 from nnsight_async.runs.frames import MARK, Frame, inbox_address
+from nnsight_async.runs.kept import Kept
 from nnsight_async.runs.unread import Unread
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Inbox:
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closing = False
+        self._kept = Kept()
         self._marked = 0
         self.messages = self.frames = self.bytes = 0
         self.damaged = 0
@@ -100,6 +102,8 @@ class Inbox:
             log.warning("what came to the socket for saved values was dropped: %s", error, extra=self._told)
             return
         self.frames += len(found)
+        for brought in {id(frame.brought): frame.brought for frame in found if isinstance(frame, Unread)}.values():
+            self._kept.add(brought)
         for frame in found:
             if frame.key == MARK:
                 self._marked = max(self._marked, frame.step)

@@ -43,7 +43,12 @@ class Brought:
     @property
     def dwindled(self) -> bool:
         """Whether it is kept for less than half of its values."""
-        return self._parted is None and 2 * sum(self.unseen) < len(self.unseen)
+        return 2 * sum(self.unseen) < len(self.unseen)
+
+    @property
+    def parted(self) -> bool:
+        """Whether it has no memory of its own any more."""
+        return self._parted is not None
 
     def part(self) -> None:
         """Copy what may still be looked at, and let the memory go."""
