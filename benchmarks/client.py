@@ -72,7 +72,9 @@ class StandIn:
 class Readers:
     """A loop in a thread of its own that reads streams."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, look: bool) -> None:
+        """`look`: ask each token for its values."""
+        self._look = look
         self.loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
@@ -100,18 +102,20 @@ class Readers:
         self.loop.close()
 
     async def _read(self, stream: Callable[[], AsyncIterator[Any]]) -> None:
-        async for _ in stream():
+        async for token in stream():
+            if self._look:
+                token.saves  # noqa: B018 -- values are made when they are asked for
             self._missing -= 1
             if not self._missing:
                 self._missing = self._count
                 self._step.set()
 
 
-def measure(work: Work, requests: int, steps: int) -> dict[str, float]:
+def measure(work: Work, requests: int, steps: int, *, look: bool) -> dict[str, float]:
     """CPU microseconds per request and step, by thread."""
     outputs = [[_output(last=step == WARM + steps - 1) for _ in range(requests)] for step in range(WARM + steps)]
     with ExitStack() as stack, torch.inference_mode():
-        readers = Readers()
+        readers = Readers(look=look and work != "plain")
         stack.callback(readers.close)
         step, threads = (_plain if work == "plain" else _ours)(stack, work, requests, readers)
         for number in range(WARM):
@@ -220,12 +224,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--look", action="store_true", help="have the reader ask for the values of each token")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[Work, list[dict[str, float]]] = {work: [] for work in WORKS}
     for _ in range(options.repeats):  # in turns: a machine that slows down slows all of them
         for work in WORKS:
-            found[work].append(measure(work, options.requests, options.steps))
+            found[work].append(measure(work, options.requests, options.steps, look=options.look))
     rows: list[list[str]] = []
     for work, repeats in found.items():
         least, most = (pick(repeats, key=lambda one: one["both"]) for pick in (min, max))
