@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from nnsight_async.errors import LocationError, ShapeError, SplitPromptError
+from nnsight_async.errors import LocationError, ShapeError, SplitPromptError, UnreadableError
 from nnsight_async.interleave.block import PATIENCE, BlockRun
 from nnsight_async.interleave.cache import Cache
 from nnsight_async.interleave.crews import Crews
@@ -290,7 +290,10 @@ class Interleaver:
 
     def events_of(self, modules: Iterable[Any] | None, include_inputs: bool) -> list[Location]:
         """The events at which the modules (or their paths; None: all that are called) return, or are entered too."""
-        chosen = self.order.called() if modules is None else [self._path(module) for module in modules]
+        called = self.order.called()
+        chosen = called if modules is None else [self._path(module) for module in modules]
+        if silent := next((path for path in chosen if called and path not in called), None):
+            raise UnreadableError(f"{expression(silent)} cannot be read: it is not called in a forward pass")
         kinds: tuple[Kind, ...] = ("inputs", "output") if include_inputs else ("output",)
         events = list(dict.fromkeys(self.event(Location(path, kind)) for path in chosen for kind in kinds))
         if self.taps is None:

@@ -20,6 +20,7 @@ from nnsight_async.errors import (
     OutsideBlockError,
     SaveError,
     ShapeError,
+    UnreadableError,
     UnsupportedError,
 )
 from nnsight_async.interleave.console import keep_warnings
@@ -693,6 +694,14 @@ def test_names_and_prints_that_cannot_be_sent():
     bench.step({1: rows(1, 1), 2: rows(1, 2)})
     assert isinstance(one.error, SaveError)
     assert two.console.take()[0] == "\\ud800\n"
+
+
+def test_a_cache_of_what_is_never_called_is_refused():
+    bench = Bench()
+    run = bench.add(1, lambda m, t: t.cache(["layers.0", "layers"]), 1)
+    bench.step({1: rows(1, 1)})
+    assert isinstance(run.error, UnreadableError)
+    assert "model.layers cannot be read" in str(run.error)
 
 
 def test_a_cache_that_is_saved_in_every_step_comes_home_whole():
