@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,9 +30,8 @@ OPERATIONS = ("ops-one", "ops-distinct", "ops-every")
 def operations(model: Any, work: Work) -> list[Any]:
     """The declared operations of a request: a vector of random numbers, added to the middle layer, or to every one."""
     layers = _layers(model)
-    width = _width(model)
     chosen = layers if work == "ops-every" else [layers[len(layers) // 2]]
-    vector = torch.randn(width)
+    vector = torch.randn(_width(model.repo))
     return [model.steer(layer, vector, scale=0.1) for layer in chosen]
 
 
@@ -40,10 +40,11 @@ def layers_of(repo: str) -> str:
     return f"{_path(repo)[0]}[*]"
 
 
-def _width(model: Any) -> int:
+@cache  # reading it takes longer than a step, and every request needs it
+def _width(repo: str) -> int:
     from transformers import AutoConfig
 
-    return int(AutoConfig.from_pretrained(model.repo).hidden_size)
+    return int(AutoConfig.from_pretrained(repo).hidden_size)
 
 
 def _path(repo: str) -> tuple[str, int]:

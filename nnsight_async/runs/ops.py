@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
@@ -25,6 +26,9 @@ Kind = Literal["steer", "ablate", "clamp", "replace"]
 
 Positions = str | tuple[int, ...] | tuple[str, int | None, int | None, int | None] | None
 """None, "prompt", "generated", token positions, or `("slice", start, stop, step)`."""
+
+TOO_LARGE = (2.0 - 2.0**-24) * 2.0**127
+"""The smallest number that is rounded to infinity in float32."""
 
 WHERE = 'None (all), "prompt", "generated", a token position, a list of them, or a slice'
 
@@ -153,9 +157,15 @@ def vector_of(given: Any, what: str, width: int | None) -> torch.Tensor:
     if tensor.ndim != 1 or (width is not None and tensor.shape[0] != width):
         wanted = "the stream's width" if width is None else f"the stream's width, ({width},)"
         raise ShapeError(f"{what} takes one vector of {wanted}; the one given has the shape {tuple(tensor.shape)}")
-    if not tensor.isfinite().all():
+    if not math.isfinite(largest(tensor)):
         raise ValueError(f"{what} got a vector that is not finite in float32")
     return tensor
+
+
+def largest(vector: torch.Tensor) -> float:
+    """The largest absolute value; NaN where there is one."""
+    low, high = vector.aminmax() if len(vector) else (0.0, 0.0)  # in a quarter of the time of `abs().max()`
+    return max(-float(low), float(high))
 
 
 def unit(vector: torch.Tensor, what: str) -> torch.Tensor:
@@ -170,7 +180,7 @@ def number_of(given: Any, what: str, name: str) -> float:
     """A finite number."""
     if isinstance(given, bool) or not isinstance(given, (int, float)):
         raise TypeError(f"{what} got {name}={given!r}: a number is expected")
-    if not torch.tensor(float(given), dtype=torch.float32).isfinite():
+    if not abs(float(given)) < TOO_LARGE:
         raise ValueError(f"{what} got {name}={given!r}: it has to be finite, in float32 too")
     return float(given)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from nnsight_async.runs.ops import ShippedOps
 
 KEY = "nnsight_async"
@@ -17,7 +19,7 @@ class _Params(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Shipment:
-    """A block on its way, or the numbers of edits alone. vLLM carries `bytes` in `extra_args` whole (0.32, 0.33).
+    """A block on its way, or the numbers of edits alone, as `bytes`: vLLM copies all else there part by part (0.33).
 
     vLLM makes as many requests of it as it has `runs`, the keys of the runs in their order. `adapter`: the request has
     a LoRA adapter, and the run is to be told whether it could be loaded.
@@ -37,10 +39,11 @@ class Shipment:
         packed = params.extra_args.get(KEY) if params is not None and params.extra_args else None
         if packed is None:
             return None
-        runs, block, budget, timeout, edits, adapter, ops = packed
-        return cls(runs, block, budget, timeout, edits, adapter, None if ops is None else ShippedOps(*ops))
+        runs, block, budget, timeout, edits, adapter, ops = msgspec.msgpack.decode(packed)
+        shipped = None if ops is None else ShippedOps(*ops)
+        return cls(tuple(runs), block, budget, timeout, tuple(edits), adapter, shipped)
 
     def onto(self, params: _Params) -> None:
         """Put the shipment on sampling parameters, beside what else is there."""
         packed = [self.runs, self.block, self.budget, self.timeout, self.edits, self.adapter, self.ops]
-        params.extra_args = {**(params.extra_args or {}), KEY: packed}
+        params.extra_args = {**(params.extra_args or {}), KEY: msgspec.msgpack.encode(packed)}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from nnsight_async.capture.load import load
@@ -17,6 +16,7 @@ from nnsight_async.runs.shipment import Shipment
 from nnsight_async.tree.captures import capturing
 from nnsight_async.tree.plans import plan_of
 from nnsight_async.tree.references import resolved
+from nnsight_async.worker.composition import numbers
 from nnsight_async.worker.constants import Constants
 from nnsight_async.worker.ops import Ops
 
@@ -134,6 +134,7 @@ class Blocks:
                 self.interleaver.arrive(self._runs[request.req_id])
             if not again and request.req_id in self.ops.wild_requests:
                 self._recycling.taint(request)
+        self._outbox.flush()  # what was said of those that arrived, in one message
         if self._runs:
             self._part(scheduled.finished_req_ids)
         if scheduled.finished_req_ids:
@@ -151,7 +152,7 @@ class Blocks:
         spans: dict[BlockRun, Span] = {}
         self._rows.clear()
         count, crews = len(step.requests), self.interleaver.crews
-        starts, computed = _numbers(step.starts, count + 1), _numbers(step.computed, count)
+        starts, computed = numbers(step.starts, count + 1), numbers(step.computed, count)
         stacked = False
         crews.retire()
         for index, request in enumerate(step.requests):
@@ -242,7 +243,6 @@ class Blocks:
             part += 1
         if shipped.adapter:
             self._outbox.say(key, part, failure)
-        self._outbox.flush()  # what could not begin
         if runs or shipped.adapter:
             self._runs[request.req_id] = tuple(runs)
         return bool(runs)
@@ -296,11 +296,6 @@ class Blocks:
                         self.interleaver.end(run)
                 self._outbox.flush()
                 self._recycling.part(request, runs)
-
-
-def _numbers(found: Any, count: int) -> Sequence[int]:
-    """The first `count`, as Python's."""
-    return found[:count].tolist() if isinstance(found, np.ndarray) else found[:count]
 
 
 def make_drawable(logits: torch.Tensor, rows: Iterable[int]) -> None:

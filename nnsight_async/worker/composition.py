@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,11 @@ class Composition:
     starts: Sequence[int]
     computed: Sequence[int]
     rows: int
+
+
+def numbers(found: Any, count: int) -> Sequence[int]:
+    """The first `count` of what a composition has, as Python's."""
+    return found[:count].tolist() if isinstance(found, np.ndarray) else found[:count]
 
 
 NOBODY = Composition((), (), (), 0)

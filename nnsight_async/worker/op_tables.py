@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 KINDS = ("steer", "ablate", "clamp", "replace")
 """By the number that nodes have for them."""
@@ -59,13 +63,14 @@ class Mirror:
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
-        self._fresh: dict[int, torch.Tensor] = {}
-        self._stale = False
+        self._vectors: dict[int, torch.Tensor] = {}
+        self._changed_nodes: set[int] = set()
+        self._changed_states: set[int] = set()
         self._marked = 0
         """Rows that may have a state on the device, counted from the first."""
-        self._heads, self._nodes, self._numbers = tables.heads.cpu(), tables.nodes.cpu(), tables.numbers.cpu()
-        self._views = self._heads.numpy(), self._nodes.numpy(), self._numbers.numpy()
-        self._slots = torch.full_like(tables.slots, NOTHING, device="cpu")
+        self._heads, self._nodes, self._numbers, self._slots = (
+            table.cpu().numpy().copy() for table in (tables.heads, tables.nodes, tables.numbers, tables.slots)
+        )
 
     @property
     def width(self) -> int:
@@ -73,54 +78,65 @@ class Mirror:
         return self._tables.sizes.width
 
     def vector(self, number: int, vector: torch.Tensor) -> None:
-        self._fresh[number] = vector
+        self._vectors[number] = vector
 
     def node(self, number: int, kind: int, vector: int, after: int, low: float, high: float) -> None:
-        _, nodes, numbers = self._views
-        nodes[number] = kind, vector, after
-        numbers[number] = low, high
-        self._stale = True
+        self._nodes[number] = kind, vector, after
+        self._numbers[number] = low, high
+        self._changed_nodes.add(number)
 
     def state(self, number: int, first: Mapping[int, int]) -> None:
         """A state has these first nodes, by site."""
-        heads, _, _ = self._views
-        heads[:, number] = NOTHING
+        self._heads[:, number] = NOTHING
         for site, node in first.items():
-            heads[site, number] = node
-        self._stale = True
+            self._heads[site, number] = node
+        self._changed_states.add(number)
 
     def upload(self) -> None:
-        """Have what has changed copied, before the kernels of the step that is about to run."""
-        tables = self._tables
-        if self._fresh:
-            numbers, self._fresh = self._fresh, {}
-            at = self._on_device(torch.tensor(list(numbers)))
-            tables.vectors.index_copy_(0, at, self._on_device(torch.stack(list(numbers.values()))))
-        stale, self._stale = self._stale, False
-        if stale and tables.device.type != "cpu":  # where the tables are those of the host
-            for table, here in ((tables.heads, self._heads), (tables.nodes, self._nodes)):
-                table.copy_(self._pinned(here), non_blocking=True)
-            tables.numbers.copy_(self._pinned(self._numbers), non_blocking=True)
+        """Have what has changed copied, in one piece, before the kernels of the step that is about to run."""
+        if not self._changed_states:  # there is no vector or node but for a state
+            return
+        tables, sizes = self._tables, self._tables.sizes
+        vectors, nodes, states = self._vectors, [*self._changed_nodes], [*self._changed_states]
+        self._vectors, self._changed_nodes, self._changed_states = {}, set(), set()
+        index = np.array([*vectors, *nodes, *states], dtype=np.int64)
+        rows = [vector.numpy() for vector in vectors.values()]
+        found = self._pinned([index, *rows, self._nodes[nodes], self._numbers[nodes], self._heads[:, states]])
+        found = found.to(tables.device, non_blocking=True)
+        start = 2 * len(index)
+        at = found[:start].view(torch.int64).split([len(vectors), len(nodes), len(states)])
+        for table, dim, which in (
+            (tables.vectors, 0, at[0]),
+            (tables.nodes, 0, at[1]),
+            (tables.numbers, 0, at[1]),
+            (tables.heads, 1, at[2]),
+        ):
+            shape = (sizes.sites, len(states)) if dim else (len(which), table.shape[1])
+            stop = start + shape[0] * shape[1]
+            if stop > start:
+                table.index_copy_(dim, which, found[start:stop].view(table.dtype).view(shape))
+            start = stop
 
-    def mark(self, states: Sequence[int]) -> None:
+    def mark(self, states: Sequence[int] | NDArray[np.int32]) -> None:
         """Have the first rows be in these states and all others in none; nothing is copied if they are already."""
         rows = max(len(states), self._marked)
-        new = torch.tensor([*states, *[NOTHING] * (rows - len(states))], dtype=torch.int32)
-        self._marked = len(states) if max(states, default=NOTHING) > NOTHING else 0
-        if not torch.equal(new, self._slots[:rows]):
+        new = np.full(rows, NOTHING, dtype=np.int32)
+        new[: len(states)] = states
+        self._marked = len(states) if new.max(initial=NOTHING) > NOTHING else 0
+        if not np.array_equal(new, self._slots[:rows]):
             self._slots[:rows] = new
-            self._tables.slots[:rows].copy_(self._pinned(new), non_blocking=True)
+            self._tables.slots[:rows].copy_(self._pinned([new]), non_blocking=True)
 
     @property
     def marked(self) -> bool:
         """Whether any row has a state."""
         return self._marked > 0
 
-    def _pinned(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self._tables.device.type == "cpu" else tensor.pin_memory()
-
-    def _on_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._pinned(tensor).to(self._tables.device, non_blocking=True)
+    def _pinned(self, content: Sequence[NDArray[Any]]) -> torch.Tensor:
+        """All of it, one after the other, as numbers of 32 bits, where the device can read it."""
+        joined = np.concatenate([piece.ravel().view(np.int32) for piece in content])
+        host = torch.from_numpy(joined)
+        return host if self._tables.device.type == "cpu" else host.pin_memory()
 
 
 class Room:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from nnsight_async.errors import NotASiteError, OpLimitError, ShapeError
 from nnsight_async.interleave.locations import expression
+from nnsight_async.runs.ops import largest
+from nnsight_async.worker.composition import numbers
 from nnsight_async.worker.op_positions import groups
 from nnsight_async.worker.op_tables import KINDS, NOTHING, Mirror, Room, Tables
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 Step = tuple[int, int, bytes, float, float]
 """An operation of a state: its site, its kind, what tells its vector from others, and its two numbers."""
+
+NONE: NDArray[np.int64] = np.zeros((2, 0), dtype=np.int64)
 
 TAME = 1e12
 """Up to here, numbers and vectors keep a stream of ordinary values finite, squares included, in float32."""
@@ -50,12 +54,10 @@ class Applied:
     prompt: int
     total: int
 
-    def at(self, position: int, rows: int) -> list[int]:
+    def at(self, position: int, rows: int) -> NDArray[np.int32]:
         """The states of so many rows, the first of which is at a position."""
-        if position >= self.settled:
-            return [self.final] * rows
         last = len(self.states) - 1
-        return self.states[np.minimum(np.arange(position, position + rows), last)].tolist()
+        return self.states[np.minimum(np.arange(position, position + rows), last)]
 
 
 @dataclass(slots=True)
@@ -64,7 +66,9 @@ class Shared:
 
     number: int
     users: int = 0
-    nodes: list[int] = field(default_factory=list[int])
+    nodes: Sequence[int] = ()
+    largest: float = 0.0
+    """Of a vector, the largest absolute value."""
 
 
 class Ops:
@@ -96,7 +100,8 @@ class Ops:
         self._mirror: Mirror | None = None
         self._room: dict[str, Room] = {}
         self._seen: tuple[list[str], list[int]] = [], []
-        self._unsettled: list[tuple[int, int]] = []
+        self._unsettled: NDArray[np.int64] = NONE
+        """Which of the requests seen have other operations before some position, and that position."""
         self.wild: list[int] = []
         """Which of the step's requests have operations that might make its stream infinite."""
         self.wild_requests: set[str] = set()
@@ -172,27 +177,33 @@ class Ops:
             return
         mirror.upload()
         requests = list(step.requests)
-        starts = [int(start) for start in step.starts[: len(requests) + 1]]
-        if (requests, starts) == self._seen and all(step.computed[at] >= settled for at, settled in self._unsettled):
+        starts = list(numbers(step.starts, len(requests) + 1))
+        if (requests, starts) == self._seen and self._settled(step):
             return
-        states: list[int] = []
+        wild, live = self.wild_requests, self._live
+        self.wild = [at for at, request in enumerate(requests) if request in wild] if wild else []
+        finals: list[int] = []
         unsettled: list[tuple[int, int]] = []
-        steady = True
-        self.wild = []
         for at, request in enumerate(requests):
-            applied, rows = self._live.get(request), starts[at + 1] - starts[at]
-            if request in self.wild_requests:
-                self.wild.append(at)
-            if applied is None:
-                states += [NOTHING] * rows
-                continue
-            position = int(step.computed[at])
-            states += applied.at(position, rows)
-            if applied.settled:
+            applied = live.get(request)
+            finals.append(NOTHING if applied is None else applied.final)
+            if applied is not None and applied.settled:
                 unsettled.append((at, applied.settled))
-                steady = steady and position >= applied.settled
+        states = np.repeat(np.array(finals, dtype=np.int32), np.diff(np.array(starts, dtype=np.int64)))
+        self._seen, self._unsettled = (requests, starts), np.array(unsettled).T if unsettled else NONE
+        if not self._settled(step):
+            for at, settled in unsettled:
+                position = int(step.computed[at])
+                if position < settled:
+                    rows = slice(starts[at], starts[at + 1])
+                    states[rows] = live[requests[at]].at(position, rows.stop - rows.start)
+            self._seen = [], []
         mirror.mark(states)
-        self._seen, self._unsettled = (requests, starts) if steady else ([], []), unsettled
+
+    def _settled(self, step: Composition) -> bool:
+        """Whether all requests of a step, of those seen last, are where their operations stay as they are."""
+        at, settled = self._unsettled
+        return not len(at) or bool((np.asarray(step.computed)[at] >= settled).all())
 
     def _take(self, request: str, ops: Sequence[Op], prompt: int, total: int) -> None:
         """Find room for what a request does, or let go of what was found and raise."""
@@ -209,18 +220,20 @@ class Ops:
         self._check_share({"states": len(chains), "nodes": sum(map(len, chains)), "vectors": len(vectors)})
         taken: list[tuple[Step, ...]] = []
         try:
-            numbers: list[int] = []
+            found: list[int] = []
             for chain in chains:
-                numbers.append(self._state(chain, vectors) if chain else NOTHING)
+                found.append(self._state(chain, vectors) if chain else NOTHING)
                 taken += [chain] if chain else []
         except BaseException:
             self._release(taken)
             raise
-        states = np.array(numbers, dtype=np.int32)[which]
-        changes = np.flatnonzero(np.diff(states))
-        settled = int(changes[-1]) + 1 if len(changes) else 0
+        states, settled = np.array(found, dtype=np.int32), 0
+        if len(found) > 1:
+            states = states[which]
+            changes = np.flatnonzero(np.diff(states))
+            settled = int(changes[-1]) + 1 if len(changes) else 0
         paths = dict.fromkeys(op.path for op in ops)
-        if self._limits.narrow or any(map(_is_wild, ops)):
+        if self._limits.narrow or any(self._is_wild(step) for chain in taken for step in chain):
             self.wild_requests.add(request)
         self._live[request] = Applied(
             states[: settled + 1], settled, int(states[-1]), taken, tuple(paths), ops, prompt, total
@@ -257,14 +270,15 @@ class Ops:
                     "all that it has room for: send fewer at a time, or raise max_num_seqs"
                 )
         for digest in sorted(new):
-            shared = self._vectors[digest] = Shared(room["vectors"].take())
-            mirror.vector(shared.number, vectors[digest].tensor())
+            vector = vectors[digest].tensor()
+            shared = self._vectors[digest] = Shared(room["vectors"].take(), largest=largest(vector))
+            mirror.vector(shared.number, vector)
         made = Shared(room["states"].take(), nodes=[room["nodes"].take() for _ in chain])
         heads: dict[int, int] = {}
         for (site, kind, digest, low, high), node in zip(reversed(chain), made.nodes, strict=True):
-            vector = self._vectors[digest]
-            vector.users += 1
-            mirror.node(node, kind, vector.number, heads.get(site, NOTHING), low, high)
+            shared = self._vectors[digest]
+            shared.users += 1
+            mirror.node(node, kind, shared.number, heads.get(site, NOTHING), low, high)
             heads[site] = node
         mirror.state(made.number, heads)
         return made
@@ -295,6 +309,16 @@ class Ops:
                     del self._vectors[digest]
                     self._room["vectors"].give(vector.number)
 
+    def _is_wild(self, step: Step) -> bool:
+        """Whether it may make values of an ordinary stream very large."""
+        _, kind, digest, low, high = step
+        if KINDS[kind] == "ablate":
+            return not 0 <= low <= 2
+        most = self._vectors[digest].largest
+        if KINDS[kind] == "steer":
+            return not abs(low) * most <= TAME
+        return not max([most, *(abs(bound) for bound in (low, high) if np.isfinite(bound))]) <= TAME
+
     def _ready(self) -> Mirror:
         if self._mirror is None:
             assert self._make is not None
@@ -311,13 +335,3 @@ class Ops:
 
 
 SAID = {"states": "combinations", "nodes": "steps", "vectors": "vectors"}
-
-
-def _is_wild(op: Op) -> bool:
-    """Whether it may make values of an ordinary stream very large."""
-    if op.kind == "ablate":
-        return not 0 <= op.low <= 2
-    largest = float(op.vector.tensor().abs().max())
-    if op.kind == "steer":
-        return abs(op.low) * largest > TAME
-    return max([largest, *(abs(bound) for bound in (op.low, op.high) if np.isfinite(bound))]) > TAME
