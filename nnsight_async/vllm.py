@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import AsyncIterable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -137,7 +138,8 @@ class VLLM(Surface, Declaring, ModelView):
         self._settings = engine_settings(
             repo, engine_args, tapped=bool(self._asked_taps), op_sites=self._asked_sites, renames=self._renames
         )
-        self._limits = Limits(max_save_bytes, block_timeout, max_buffered_bytes, slow_consumers, max_constant_bytes)
+        save_bytes = min(max_save_bytes, sys.maxsize)  # which travels, as a number of 64 bits
+        self._limits = Limits(save_bytes, block_timeout, max_buffered_bytes, slow_consumers, max_constant_bytes)
         name = model_name(self._settings)
         self._spans = spans_of(spans, name, engine_args.get("otlp_traces_endpoint"))
         self._engine: Engine | None = None

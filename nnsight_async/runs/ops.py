@@ -30,6 +30,9 @@ Positions = str | tuple[int, ...] | tuple[str, int | None, int | None, int | Non
 TOO_LARGE = (2.0 - 2.0**-24) * 2.0**127
 """The smallest number that is rounded to infinity in float32."""
 
+FAR = 1 << 62
+"""Beyond all positions."""
+
 WHERE = 'None (all), "prompt", "generated", a token position, a list of them, or a slice'
 
 
@@ -180,7 +183,7 @@ def number_of(given: Any, what: str, name: str) -> float:
     """A finite number."""
     if isinstance(given, bool) or not isinstance(given, (int, float)):
         raise TypeError(f"{what} got {name}={given!r}: a number is expected")
-    if not abs(float(given)) < TOO_LARGE:
+    if not abs(given) < TOO_LARGE:
         raise ValueError(f"{what} got {name}={given!r}: it has to be finite, in float32 too")
     return float(given)
 
@@ -190,20 +193,22 @@ def positions_of(given: Any, what: str) -> Positions:
     if given is None or (isinstance(given, str) and given in ("prompt", "generated")):
         return given
     if _whole(given):
-        return (int(given),)
+        given = (given,)
     if isinstance(given, slice):
         bounds = (given.start, given.stop, given.step)
         if not all(bound is None or _whole(bound) for bound in bounds):
             raise TypeError(f"{what} got positions={given!r}: a slice of whole numbers is expected")
         if given.step is not None and given.step < 1:
             raise ValueError(f"{what} got positions={given!r}: the step has to be at least 1")
-        return ("slice", *bounds)
+        return ("slice", *(None if bound is None else max(min(int(bound), FAR), -FAR) for bound in bounds))  # type: ignore[return-value]
     if isinstance(given, (list, tuple, range)):
         items = list(cast("Sequence[Any]", given))
         if not all(_whole(item) for item in items):
             raise TypeError(f"{what} got positions={given!r}: whole numbers are expected")
         if not items:
             raise ValueError(f"{what} got no positions: it would do nothing")
+        if max(map(abs, items)) > FAR:
+            raise ValueError(f"{what} got positions={given!r}: no prompt is as long as that")
         return tuple(map(int, items))
     raise TypeError(f"{what} got positions={given!r}: {WHERE} is expected")
 
