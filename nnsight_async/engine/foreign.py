@@ -113,7 +113,10 @@ class Foreign:
             self.fail(output)
         elif not self.over.is_set():
             self._pending.append(output)
-            self._advance()
+            try:
+                self._advance()
+            except Exception as error:  # in making values: there may be no memory
+                self.fail(error)
 
     def feed_frame(self, frame: Frame | Unread) -> None:
         """Take what the worker sent at the end of a step."""
@@ -197,9 +200,10 @@ class Foreign:
         if not output.finished:
             self._give(output)
             return
+        values = self._values()
         self._end(output)
         if self.edits:
-            self._collector.output.saves = self._values()  # on `output`, or what it was added to and waits to be read
+            self._collector.output.saves = values  # on `output`, or what it was added to and waits to be read
 
     def _values(self) -> dict[str, Any]:
         for sequence in self._sequences.values():

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 INTERVAL = 1.0
 """Seconds between looks for a mark, and between attempts to open a socket."""
 
+PAUSE = 0.25
+"""Seconds between looks at messages that are kept."""
+
 SILENCE = 5
 """How many intervals without any message may pass on the way to a mark."""
 
@@ -46,6 +49,7 @@ class Inbox:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._closing = False
         self._kept = Kept()
+        self._looking: asyncio.TimerHandle | None = None
         self._marked = 0
         self.messages = self.frames = self.bytes = 0
         self.damaged = 0
@@ -78,6 +82,8 @@ class Inbox:
 
     async def close(self) -> None:
         self._closing = True
+        if self._looking is not None:
+            self._looking.cancel()
         self._shut()
         self._context.term()
 
@@ -102,13 +108,26 @@ class Inbox:
             log.warning("what came to the socket for saved values was dropped: %s", error, extra=self._told)
             return
         self.frames += len(found)
-        for brought in {id(frame.brought): frame.brought for frame in found if isinstance(frame, Unread)}.values():
-            self._kept.add(brought)
+        brought = {id(frame.brought): frame.brought for frame in found if isinstance(frame, Unread)}
+        if brought:
+            self._kept.add(*brought.values())
+            self._look_later()
         for frame in found:
             if frame.key == MARK:
                 self._marked = max(self._marked, frame.step)
             else:
                 self._deliver(frame)
+
+    def _look_later(self) -> None:
+        if self._looking is None and not self._closing:
+            self._looking = self._loop.call_later(PAUSE, self._look)
+
+    def _look(self) -> None:
+        """Messages that are kept when nothing comes are looked at, too."""
+        self._looking = None
+        self._kept.look()
+        if len(self._kept):
+            self._look_later()
 
     async def _move(self) -> None:
         while True:

@@ -104,9 +104,12 @@ def decode(parts: Sequence[Buffer], address: str = "") -> list[Frame | Unread]:
         raise ValueError(f"a malformed message: {error}") from error
     if message.address != address:
         raise ValueError("a malformed message: it is for another engine")
-    flats = [_flat(kind, part) for kind, part in zip(message.kinds, parts[1:], strict=False)]
+    apart = len(message.frames) >= sum(len(each.keys) for each in message.together)
+    flats = [_flat(kind, part, apart) for kind, part in zip(message.kinds, parts[1:], strict=False)]
     for frame in message.frames:
         _rebuild(frame, flats)
+    for flat in flats:
+        flat.forget()
     return [*message.frames, *(frame for each in message.together for frame in _apart(each, flats))]
 
 
@@ -121,33 +124,33 @@ def _apart(together: Together, flats: Sequence[Flat | Unreadable]) -> Iterator[F
     keys, bases, numbers, steps, entries, size = msgspec.structs.astuple(together)
     if not len(keys) == len(bases) == len(numbers):
         raise ValueError("a malformed message: runs that are together, without their steps or numbers")
-    damaged = ""
+    damaged, each = "", 0
     try:
-        for _, _, value in entries:
-            check_together(value, flats, len(keys))
+        each = sum([check_together(value, flats, len(keys)) for _, _, value in entries])
     except Exception as error:  # of whatever kind: it was not `pack` that made this
         damaged, entries = f"{type(error).__name__}: {error}", []
     if all(operation == "set" for _, operation, _ in entries):
-        brought = Brought(entries, flats, len(keys), damaged)
+        brought = Brought(entries, flats, len(keys), each, damaged)
         for index, (key, base, number) in enumerate(zip(keys, bases, numbers, strict=True)):
             yield Unread(key, base + steps, number + steps, size, brought, index)
         return
     for index in range(len(keys)):
         frame = together.frame(index)
-        frame.entries = [(name, operation, unpack(value, flats, index)) for name, operation, value in entries]
+        frame.entries = entries
+        _rebuild(frame, flats, index)
         yield frame
 
 
-def _flat(kind: Kind, part: Buffer) -> Flat | Unreadable:
+def _flat(kind: Kind, part: Buffer, apart: bool) -> Flat | Unreadable:
     try:
-        return Flat(kind, part)
+        return Flat(kind, part, apart=apart)
     except Exception as error:  # of whatever kind: torch has its own for what does not fit
         return Unreadable(str(error))
 
 
-def _rebuild(frame: Frame, flats: Sequence[Flat | Unreadable]) -> None:
+def _rebuild(frame: Frame, flats: Sequence[Flat | Unreadable], run: int | None = None) -> None:
     try:
-        frame.entries = [(name, operation, unpack(value, flats)) for name, operation, value in frame.entries]
+        frame.entries = [(name, operation, unpack(value, flats, run)) for name, operation, value in frame.entries]
     except Exception as error:  # of whatever kind: it was not `pack` that made this
         frame.entries, frame.damaged = [], f"{type(error).__name__}: {error}"
 

@@ -60,7 +60,7 @@ class Ledger:
             self._check_names(frame)
         if frame.ended:
             self._closing.append(frame)
-        elif isinstance(frame, Unread) or frame.entries:
+        elif frame.names if isinstance(frame, Unread) else frame.entries:
             self._filed.setdefault(frame.step, []).append(frame)
         if frame.step > self.through:
             self.through = frame.step

@@ -125,8 +125,8 @@ class Flat:
     Its tensors are copied out, so that who keeps one run's value does not keep those of all runs.
     """
 
-    def __init__(self, kind: Kind, buffer: bytes | bytearray | memoryview, *, lent: bool = False) -> None:
-        """`lent`: the memory is to be given back. `ValueError` for a dtype that torch does not have."""
+    def __init__(self, kind: Kind, buffer: bytes | bytearray | memoryview, *, apart: bool = True) -> None:
+        """`apart`: most of its tensors are asked for by `piece`. `ValueError` for a dtype that torch does not have."""
         name, self._shape = kind
         dtype = getattr(torch, name, None)
         if not isinstance(dtype, torch.dtype):
@@ -134,18 +134,18 @@ class Flat:
         self._dtype = dtype
         self._size = dtype.itemsize
         self._buffer = memoryview(buffer)
-        self._lent = lent
+        self._apart = apart
         self._length = math.prod(self._shape or ())
         self._pieces: Sequence[torch.Tensor] | None = None
 
     def piece(self, offset: int, shape: list[int]) -> torch.Tensor:
         """The tensor at an offset, where all of them are asked for, one by one."""
         if self._pieces is None:
-            self._pieces = self._apart()
+            self._pieces = self._all() if self._apart else ()
         if self._pieces:
             return self._pieces[offset // self._length]
         start, stop = offset * self._size, (offset + math.prod(shape)) * self._size
-        if stop - start == len(self._buffer) and start != stop and not self._lent and not self._buffer.readonly:
+        if stop - start == len(self._buffer) and start != stop and not self._buffer.readonly:
             return torch.frombuffer(self._buffer, dtype=self._dtype).view(shape)
         return self.copy(offset, shape)
 
@@ -156,14 +156,24 @@ class Flat:
             return torch.empty(shape, dtype=self._dtype)
         return torch.frombuffer(bytearray(self._buffer[start:stop]), dtype=self._dtype).view(shape)
 
-    def check(self, offset: int, shape: list[int], count: int) -> None:
-        """`ValueError` unless so many tensors of one shape follow each other from there on."""
-        if offset < 0 or min(shape, default=0) < 0:
-            raise ValueError("a negative offset or size")
-        if (offset + count * math.prod(shape)) * self._size > len(self._buffer):
+    def check(self, offset: int, shape: list[int], count: int) -> int:
+        """The bytes of a tensor; raises unless so many of one shape follow each other from there on."""
+        if type(offset) is not int or offset < 0:
+            raise ValueError("an offset that cannot be one")
+        size = torch.empty(shape, dtype=self._dtype, device="meta").nbytes
+        if offset * self._size + count * size > len(self._buffer):
             raise ValueError("there is no value for each run")
+        return size
 
-    def _apart(self) -> Sequence[torch.Tensor]:
+    def forget(self) -> None:
+        """No more is asked for by `piece`, and others keep this for what `copy` finds."""
+        self._pieces = None
+
+    @property
+    def nbytes(self) -> int:
+        return len(self._buffer)
+
+    def _all(self) -> Sequence[torch.Tensor]:
         """All tensors of it, where they have one shape."""
         buffer, shape, length = self._buffer, self._shape, self._length
         if shape is None or not length or len(buffer) <= length * self._size or buffer.readonly:
@@ -183,24 +193,31 @@ class Unreadable(NamedTuple):
     def copy(self, offset: int, shape: list[int]) -> torch.Tensor:
         raise ValueError(self.reason)
 
-    def check(self, offset: int, shape: list[int], count: int) -> None:
+    def check(self, offset: int, shape: list[int], count: int) -> int:
         raise ValueError(self.reason)
 
+    def forget(self) -> None:
+        pass
 
-def check_together(packed: list[Any], flats: Sequence[Flat | Unreadable], count: int) -> None:
-    """Raise any of several errors unless this is what so many runs have saved together."""
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+
+def check_together(packed: list[Any], flats: Sequence[Flat | Unreadable], count: int) -> int:
+    """The bytes that each run has in `flats`; raises any of several errors unless so many have saved this together."""
     match packed:
         case ["tensor", number, offset, shape]:
-            flats[number].check(offset, shape, count)
+            return flats[number].check(offset, shape, count)
         case ["list" | "tuple", items]:
-            for item in items:
-                check_together(item, flats, count)
+            return sum([check_together(item, flats, count) for item in items])
         case ["dict", items]:
-            for key, item in items:
+            for key, _ in items:
                 hash(unpack(key, flats))
-                check_together(item, flats, count)
+            return sum([check_together(item, flats, count) for _, item in items])
         case _:
             unpack(packed, flats)
+            return 0
 
 
 def unpack(packed: list[Any], flats: Sequence[Flat | Unreadable], run: int | None = None) -> Any:

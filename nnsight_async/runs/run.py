@@ -17,7 +17,7 @@ from nnsight_async.runs.deltas import Deltas, Drawn
 from nnsight_async.runs.facts import facts, outcome
 from nnsight_async.runs.history import Buffer, Step
 from nnsight_async.runs.job import Job
-from nnsight_async.runs.ledger import Ledger
+from nnsight_async.runs.ledger import Ledger, lost
 from nnsight_async.runs.ops import Capture
 from nnsight_async.runs.token import Token
 from nnsight_async.runs.unheard import Hearing
@@ -283,10 +283,7 @@ class Run(Job):
 
     def _settle(self) -> None:
         self._ending = True
-        if self.error is None and (saves := self.ledger.close()):
-            self.take(Step(None, saves))
-        if self.output is not None:
-            self.output.saves = self.ledger.values
+        self._close_ledger()
         if self.before_end is not None:
             self.before_end()
         if log.isEnabledFor(logging.DEBUG):
@@ -297,3 +294,15 @@ class Run(Job):
             self._call()
         self._call = None
         self.end()
+
+    def _close_ledger(self) -> None:
+        """Who waits is told that the run has ended, though its last values cannot be made: there may be no memory."""
+        try:
+            if self.error is None and (saves := self.ledger.close()):
+                self.take(Step(None, saves))
+            if self.output is not None:
+                self.output.saves = self.ledger.values
+        except Exception as error:
+            if self.error is None:
+                self.error = lost(len(self.steps), repr(error))
+                self._hearing.owe(self, self.error)

@@ -3,62 +3,90 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import RLock
 from typing import Any, ClassVar
 
 import msgspec
 
 from nnsight_async.runs.packing import Flat, Unreadable, unpack
 
+_Held = tuple[Sequence[Any], Sequence[Flat | Unreadable]]
+"""Packed values, and the memory that they are in."""
+
 
 class Brought:
     """What several runs have saved in one step, in the memory in which it came.
 
     Whoever keeps one run's values would keep those of all: `part` takes out the few that are still wanted.
+
+    Nothing here takes a lock: values are made where the lock of a run is held, and while they are made the garbage
+    collector may call what takes the lock of another.
     """
 
-    __slots__ = ("__weakref__", "_flats", "_lock", "_parted", "_values", "damaged", "names", "unseen")
+    __slots__ = ("__weakref__", "_each", "_held", "_taken", "damaged", "names", "unseen", "whole")
 
     def __init__(
-        self, entries: Sequence[tuple[str, str, Any]], flats: Sequence[Flat | Unreadable], count: int, damaged: str
+        self,
+        entries: Sequence[tuple[str, str, Any]],
+        flats: Sequence[Flat | Unreadable],
+        count: int,
+        each: int,
+        damaged: str,
     ) -> None:
-        """`entries` of so many runs, which `check_together` has looked at: `damaged` is what it found."""
+        """`entries` of `count` runs that have `each` bytes of `flats`; `damaged` is what `check_together` found."""
         self.names = tuple(name for name, _, _ in entries)
         self.damaged = damaged
+        self.whole = sum(flat.nbytes for flat in flats)
+        """Bytes of the message, which may hold more than this."""
         self.unseen = bytearray(b"\1" * count)
         """By run: whether somebody may still look at its values for the first time."""
-        self._values = [value for _, _, value in entries]
-        self._flats: Sequence[Flat | Unreadable] = flats
-        self._parted: dict[int, dict[str, Any]] | None = None
-        self._lock = RLock()
-
-    def hand_over(self, unread: Unread) -> None:
-        """Give a run its values, if it does not have them yet."""
-        with self._lock:  # `part` lets the memory go, which may be used again
-            if unread.found is None:
-                index = unread.index
-                unread.found = self._made(index) if self._parted is None else self._parted.pop(index)
-                self.unseen[index] = 0
+        self._each = each
+        self._held: _Held | None = [value for _, _, value in entries], flats
+        self._taken: dict[int, dict[str, Any]] = {}
+        """By run: values that were made, and that it does not have yet."""
 
     @property
-    def dwindled(self) -> bool:
-        """Whether it is kept for less than half of its values."""
-        return 2 * sum(self.unseen) < len(self.unseen)
+    def wanted(self) -> int:
+        """Bytes of what may still be looked at."""
+        return self._each * sum(self.unseen)
 
     @property
     def parted(self) -> bool:
         """Whether it has no memory of its own any more."""
-        return self._parted is not None
+        return self._held is None
+
+    def hand_over(self, unread: Unread) -> None:
+        """Give a run its values, if it does not have them yet: of several threads, all get what the first has made."""
+        held, index = self._held, unread.index
+        if held is None:
+            found = self._taken.get(index)
+        else:
+            found = self._taken.setdefault(index, self._made(held, index))
+        if unread.found is None:
+            unread.found = found
+        self.forget(index)
+
+    def forget(self, index: int) -> None:
+        """A run has its values, or wants none. Finalisers call this."""
+        self.unseen[index] = 0
+        self._taken.pop(index, None)
+        if 1 not in self.unseen:
+            self._held = None
 
     def part(self) -> None:
         """Copy what may still be looked at, and let the memory go."""
-        with self._lock:
-            self._parted = {index: self._made(index) for index, unseen in enumerate(self.unseen) if unseen}
-            self._values, self._flats = [], ()
+        held = self._held
+        if held is None:
+            return
+        for index, unseen in enumerate(self.unseen):
+            if unseen:
+                self._taken.setdefault(index, self._made(held, index))
+                if not self.unseen[index]:  # by now: another thread has them
+                    self._taken.pop(index, None)
+        self._held = None
 
-    def _made(self, index: int) -> dict[str, Any]:
-        values = zip(self.names, self._values, strict=True)
-        return {name: unpack(value, self._flats, index) for name, value in values}
+    def _made(self, held: _Held, index: int) -> dict[str, Any]:
+        values, flats = held
+        return {name: unpack(value, flats, index) for name, value in zip(self.names, values, strict=True)}
 
 
 class Unread(msgspec.Struct, eq=False, gc=False):  # see `Token`
@@ -84,7 +112,7 @@ class Unread(msgspec.Struct, eq=False, gc=False):  # see `Token`
     part: ClassVar = 0
 
     def __del__(self) -> None:
-        self.brought.unseen[self.index] = 0
+        self.brought.forget(self.index)
 
     @property
     def damaged(self) -> str:
@@ -113,6 +141,9 @@ class Unread(msgspec.Struct, eq=False, gc=False):  # see `Token`
 
     def __repr__(self) -> str:
         return repr(self.values())
+
+    def __copy__(self) -> dict[str, Any]:
+        return dict(self.values())
 
     def __reduce__(self) -> Any:
         return dict, (self.values(),)

@@ -288,8 +288,14 @@ class Remote:
         finally:
             closing = self._loop.create_task(answer.aclose())
             self._tasks.add(closing)
-            closing.add_done_callback(self._tasks.discard)
+            closing.add_done_callback(self._closed)
             await asyncio.wait({closing})
+
+    def _closed(self, closing: asyncio.Task[None]) -> None:
+        """Whatever it raised: the run has ended, and its connection with it."""
+        self._tasks.discard(closing)
+        if not closing.cancelled():
+            closing.exception()
 
     def _unreachable(self, error: httpx.HTTPError) -> ServerError:
         return ServerError(f"{self.url} cannot be reached, or has gone: {str(error) or type(error).__name__}")

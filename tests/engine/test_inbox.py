@@ -7,15 +7,18 @@ import shutil
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import uvloop
 import zmq
 
 from nnsight_async.engine.home import make_home
 from nnsight_async.engine.inbox import Inbox
 from nnsight_async.runs import frames
-from nnsight_async.runs.frames import MARK, Frame, Message
+from nnsight_async.runs.frames import MARK, Frame, Message, Together
+from nnsight_async.runs.packing import Tensors, pack
 
 WITHIN = 30.0
 MANY = 300
@@ -55,6 +58,24 @@ def test_messages_come_in_their_order_and_the_loop_has_turns_between(run, home):
     run(receive())
     assert got == [step for step in range(3 * MANY) for _ in range(2)]
     assert max(after - before for before, after in pairwise(turns)) <= 6  # three messages
+
+
+async def test_values_that_are_kept_while_nothing_comes_do_not_keep_their_messages(home):
+    got: list[Any] = []
+    inbox = Inbox(home, "model", got.append, lambda: None)
+    tensors = Tensors()
+    crew = Together([1, 2, 3], [0] * 3, [0] * 3, 0, [("h", "set", pack(torch.arange(3.0), tensors, together=True))], 4)
+    with zmq.Context() as context, context.socket(zmq.PUSH) as sender:
+        sender.connect(inbox.address)
+        sender.send_multipart(frames.encode(Message(tensors.kinds, [], inbox.address, [crew]), tensors.join()))
+    async with asyncio.timeout(WITHIN):
+        while len(got) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        del got[:2]
+        while not got[0].brought.parted:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert got[0].values()["h"].item() == 2.0
+    await inbox.close()
 
 
 @pytest.mark.parametrize("closed", [False, True])

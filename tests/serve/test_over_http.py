@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import threading
 from collections.abc import Iterator
@@ -199,6 +200,26 @@ async def test_no_connection_is_left(model: Any, engine: Counting, steps: int) -
         await until(lambda: not engine.going and not remote.held)
         assert not pool._requests
         assert all(connection.is_idle() for connection in pool.connections)
+
+
+async def test_an_answer_that_cannot_be_closed_is_nobodys_error(
+    model: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = []
+    close = httpx.Response.aclose
+
+    async def aclose(answer: httpx.Response) -> None:
+        await close(answer)
+        closed.append(answer)
+        raise httpx.CloseError("the other side has gone")
+
+    monkeypatch.setattr(httpx.Response, "aclose", aclose)
+    async with model.trace("x", max_tokens=2) as tracer:
+        model.layers[0].output.save("h")
+    assert (await tracer.result).outputs[0].token_ids == [0, 1]
+    await until(lambda: not model._engine.held and bool(closed))
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize(("sent", "most"), [(plainly, LIMITS.runs), (with_a_table, 2)])
