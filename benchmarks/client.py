@@ -111,7 +111,7 @@ class Readers:
                 self._step.set()
 
 
-def measure(work: Work, requests: int, steps: int, *, look: bool) -> dict[str, float]:
+def measure(work: Work, requests: int, steps: int, *, look: bool = False) -> dict[str, float]:
     """CPU microseconds per request and step, by thread."""
     outputs = [[_output(last=step == WARM + steps - 1) for _ in range(requests)] for step in range(WARM + steps)]
     with ExitStack() as stack, torch.inference_mode():

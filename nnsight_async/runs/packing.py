@@ -160,7 +160,9 @@ class Flat:
         """The bytes of a tensor; raises unless so many of one shape follow each other from there on."""
         if type(offset) is not int or offset < 0:
             raise ValueError("an offset that cannot be one")
-        size = torch.empty(shape, dtype=self._dtype, device="meta").nbytes
+        if not all(type(length) is int and length > 0 for length in shape):
+            torch.empty(shape, dtype=self._dtype, device="meta")  # there is none of some shapes
+        size = math.prod(shape) * self._size
         if offset * self._size + count * size > len(self._buffer):
             raise ValueError("there is no value for each run")
         return size
