@@ -21,6 +21,10 @@ IN_PLACE: dict[str, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
+PLAIN = (str, bytes, int, float, type(None))
+"""What keys of a dict are the same for every run."""
+
+
 class Odd(Exception):  # noqa: N818 -- nothing is wrong
     """Something that is not done to several runs at once."""
 
@@ -121,6 +125,8 @@ class Bundle:
             return type(value)([self._structure(item, (*path, index)) for index, item in enumerate(items)])
         if type(value) is dict:
             pairs: Any = value
+            if not all(isinstance(key, PLAIN) for key in pairs):  # a tensor would be that of all runs
+                raise Odd
             return {key: self._structure(item, (*path, key)) for key, item in pairs.items()}
         if value is None:
             return None

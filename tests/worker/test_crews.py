@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from nnsight_async.errors import NotComputedError, SaveBudgetError
 from nnsight_async.interleave import crews
 from nnsight_async.interleave.bundle import Bundle, Odd
+from nnsight_async.interleave.plan import Read, Save
+from nnsight_async.interleave.together import Places
 from tests.programs.drawn import Task
 from tests.worker.causal import WIDTH
 from tests.worker.simulation import Served, Simulation
@@ -160,6 +162,18 @@ def test_what_does_not_come_in_a_step_is_an_error_of_each():
     for each in results[0]:
         assert isinstance(each.run.error, NotComputedError)
         assert len(each.run.tokens) == 6
+
+
+@pytest.mark.parametrize("key", [torch.zeros(2, 3), (torch.zeros(2, 3),), (1, 2)])
+def test_keys_that_may_be_of_one_run_alone_are_not_read_together(key):
+    rows = torch.arange(6.0).view(2, 3)
+    save = Save(Read(0, None, "h", 1), (), "x", False, 1)
+    bundle = Bundle({"a": rows, 3: rows}, 2, Places([0, 1]))
+    bundle.do([save], lambda index: pytest.fail("none is asked for"))
+    ((_, whole),) = bundle.saved
+    assert whole["a"].tolist() == [[[0.0, 1.0, 2.0]], [[3.0, 4.0, 5.0]]]
+    with pytest.raises(Odd):
+        Bundle({key: rows}, 2, Places([0, 1])).do([save], lambda index: pytest.fail("none is asked for"))
 
 
 def test_a_budget_ends_a_run_in_the_step_that_is_past_it(simulation, monkeypatch):
