@@ -26,6 +26,7 @@ from nnsight_async.errors import EngineClosedError
 from nnsight_async.runs.aside import aside
 from nnsight_async.runs.body import caller, loop_is_running
 from nnsight_async.runs.declaring import Declaring
+from nnsight_async.runs.edit import of_operations
 from nnsight_async.runs.generation import Generation
 from nnsight_async.runs.group import planned
 from nnsight_async.runs.handle import ProbeRun
@@ -311,8 +312,7 @@ class VLLM(Surface, Declaring, ModelView):
         if isinstance(probe, str):
             probe, name = None, probe
         if ops is not None:
-            found = edit_ops(ops, alone=probe is None)
-            return on._edit(None, name, rowwise=all(op.positions is None for op in found), ops=found)
+            return on._put(of_operations(edit_ops(ops, alone=probe is None), name))
         return on._edit(None if probe is None else on._probed(probe), name, rowwise=rowwise)
 
     def install(self, edit: Installed) -> None:

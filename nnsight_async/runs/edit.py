@@ -47,6 +47,11 @@ class Installed:
         return f"the edit of {', '.join(map(repr, self.ops)) or self.place}"
 
 
+def of_operations(ops: tuple[Op, ...], name: str | None) -> Installed:
+    """An edit of declared operations. Where they act at all positions, a row is changed by what it is alone."""
+    return Installed(NO_BLOCK, name, all(op.positions is None for op in ops), ops=ops)
+
+
 class Editor(Protocol):
     """What edits are installed on: a model."""
 

@@ -10,11 +10,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from nnsight_async.runs.body import loop_is_running
-from nnsight_async.runs.edit import NO_BLOCK, Edit, EditBody, Installed
+from nnsight_async.runs.edit import Edit, EditBody, Installed
 
 if TYPE_CHECKING:
     from nnsight_async.capture.block import Block
-    from nnsight_async.runs.ops import Op
 
 Mode = Literal["sync", "async"]
 
@@ -79,11 +78,14 @@ class Surface(ABC):
             done.set_result(None)
         return asyncio.wrap_future(done) if self.mode == "async" and loop_is_running() else done.result()
 
-    def _edit(self, block: Block | None, name: str | None, *, rowwise: bool = False, ops: tuple[Op, ...] = ()) -> Any:
-        """What `edit()` returns: something to enter, or, for a block or operations, what has been installed."""
-        if block is None and not ops:
+    def _edit(self, block: Block | None, name: str | None, *, rowwise: bool = False) -> Any:
+        """What `edit()` returns: something to enter, or, for a block, what has been installed."""
+        if block is None:
             return EditBody(self, name, rowwise=rowwise, asynchronous=self.mode == "async")
-        installed = Installed(block or NO_BLOCK, name, rowwise, ops=ops)
+        return self._put(Installed(block, name, rowwise))
+
+    def _put(self, installed: Installed) -> Any:
+        """Install it; an `Edit`, or what waits for one."""
         if self.mode == "async":
             return self._aedit(installed)
         self.install(installed)

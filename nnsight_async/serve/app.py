@@ -17,9 +17,9 @@ from starlette.requests import ClientDisconnect
 
 from nnsight_async.errors import NNsightError
 from nnsight_async.runs.carried import carry, known, rebuilt
-from nnsight_async.runs.edit import Installed
+from nnsight_async.runs.edit import Installed, of_operations
 from nnsight_async.runs.failures import Failure
-from nnsight_async.runs.ops import ops_of
+from nnsight_async.runs.ops import edit_ops, ops_of
 from nnsight_async.runs.run import Run
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import plain
@@ -267,11 +267,19 @@ async def _install(service: Service, request: Request) -> Response:
     key = _editor(request)
     service.edits.check(key)
     asked, block = await service.received(request, m.EditRequest, key)
-    assert block is not None
+    if (block is None) == (asked.ops is None):
+        raise Refused(400, "ValueError", "an edit is a block or declared operations")
+    edit = _edit(block, asked, service)
     service.once(key, asked.id)
-    edit = Installed(block, asked.name, asked.rowwise)
     await service.edits.install(edit, key)
     return Response(msgspec.msgpack.encode(service.edits.info(edit, key)), media_type=CONTENT_TYPE)
+
+
+def _edit(block: Block | None, asked: m.EditRequest, service: Service) -> Installed:
+    if block is not None:
+        return Installed(block, asked.name, asked.rowwise)
+    assert asked.ops is not None
+    return of_operations(edit_ops(heard(asked.ops, service.model), alone=True), asked.name)
 
 
 async def _clear(service: Service, numbers: list[int] | None, request: Request) -> Response:

@@ -57,6 +57,7 @@ class ServedEdits:
         self.check(key)
         block = edit.block
         size = len(block.payload) + sum(constant.size for constant in block.constants)
+        size += sum(len(vector.data) for vector in {op.vector.digest: op.vector for op in edit.ops}.values())
         self._uploads.take(key.name, size)
         self._owners[edit.number] = Owner(key.name, size)
         self._installing.add(edit.number)

@@ -116,12 +116,14 @@ class RunRequest(msgspec.Struct, tag="run", forbid_unknown_fields=True):
 
 
 class EditRequest(msgspec.Struct, tag="edit", forbid_unknown_fields=True):
-    """A block that every request runs from now on."""
+    """What every request runs from now on: a block, or declared operations."""
 
     id: Id
-    block: Code
+    block: Code | None
     name: Short | None = None
     rowwise: bool = False
+    """Of a block; of operations it is known."""
+    ops: Operations | None = None
 
 
 Request = RunRequest | EditRequest

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from nnsight_async.errors import UnsupportedError
 from nnsight_async.serve import messages as m
 from nnsight_async.serve import wire
 from nnsight_async.serve.block import ServedBlock
+from nnsight_async.serve.ops import said
 
 if TYPE_CHECKING:
     from nnsight_async.runs.edit import Installed
@@ -32,12 +32,11 @@ class RemoteEdits:
 
     async def install(self, edit: Installed) -> None:
         """Have every request of the server run `edit`, whoever sends it; raises what the server refuses."""
-        if edit.ops:
-            raise UnsupportedError("an edit of declared operations cannot be sent to a server: give its requests ops=")
-        block = edit.block
-        assert isinstance(block, ServedBlock)
-        code, tensors = block.code(await self._remote.describe())
-        asked = m.EditRequest(secrets.token_hex(16), code, edit.name, edit.rowwise)
+        code, tensors = None, []
+        if not edit.ops:
+            assert isinstance(edit.block, ServedBlock)
+            code, tensors = edit.block.code(await self._remote.describe())
+        asked = m.EditRequest(secrets.token_hex(16), code, edit.name, edit.rowwise, said(edit.ops))
         answer = await self._remote.request("POST", "/edits", wire.encode(asked, tensors))
         self._there[edit.number] = edit, msgspec.msgpack.decode(answer, type=m.EditInfo).number
 

@@ -29,6 +29,7 @@ from nnsight_async.serve.access import Gate
 from nnsight_async.serve.app import Service, router
 from nnsight_async.serve.block import of_probe
 from nnsight_async.serve.held import Room
+from nnsight_async.serve.ops import Change, Operations, Slice, Vector
 from nnsight_async.serve.policy import Policy, ServerLimits
 from nnsight_async.serve.program import Program
 from nnsight_async.serve.wire import Bounds, WireError
@@ -548,12 +549,15 @@ def corpus_of_requests() -> list[bytes]:
     )
     sampling: Any = {"temperature": 0.5, "stop": ["a"], "logit_bias": {1: 0.5}, "seed": 3}
     digest = hashlib.sha256(torch.ones(4).numpy()).digest()
+    change = Change("steer", "layers.0", 0, 0.5, None, Slice(1, None, 2))
+    operations = Operations([Vector("float32", torch.ones(8).numpy().tobytes())], [change], [])
     return [
         wire.encode(m.RunRequest("0" * 32, "a prompt", sampling, ["known"], 1, None, "salt", ["y"], steps), tensors),
         wire.encode(m.RunRequest("1" * 32, [1, 2, 3], {"max_tokens": 3}, block=source)),
         wire.encode(m.RunRequest("2" * 32, [1], block=m.Python([digest])), [torch.ones(3), torch.ones(4)]),
         wire.encode(m.EditRequest("3" * 32, source, "name", True)),
         wire.encode(m.EditRequest("4" * 32, steps, None, False), tensors),
+        wire.encode(m.EditRequest("5" * 32, None, "calm", ops=operations)),
     ]
 
 

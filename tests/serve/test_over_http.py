@@ -250,6 +250,16 @@ async def test_who_leaves_has_room_for_the_next(
     await until(lambda: not engine.going)
 
 
+async def test_an_edit_is_one_thing(url: str) -> None:
+    ops = {"vectors": [], "changes": [], "captures": []}
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as http:
+        for given, why in (({"block": None}, "a block or"), ({"block": None, "ops": ops}, "it would do nothing")):
+            content = wire.encode({"type": "edit", "id": "a" * 32, **given})
+            answer = await http.post("/nnsight/v1/edits", content=content, headers={"content-type": wire.CONTENT_TYPE})
+            assert answer.status_code == 400
+            assert why in answer.text
+
+
 @pytest.mark.parametrize("limits", [replace(LIMITS, beat=0.05)])
 async def test_a_quiet_stream_is_kept_alive(model: Any, engine: Counting, url: str) -> None:
     engine.pause = FOR_EVER

@@ -441,8 +441,31 @@ async def test_declared_operations_travel_as_data(client: VLLM, hf: Any) -> None
     torch.testing.assert_close(output.saves["h"], wanted.streams[0][-1:], rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="position -90 does not exist"):
         await client.generate(PROMPT, ops=[client.steer(1, vector, positions=-90)])
-    with pytest.raises(UnsupportedError, match="ops="):
-        await client.edit(ops=ops[:1])
+
+
+async def test_an_edit_of_operations_is_the_engines(client: VLLM, vllm_model: Any, steered: Any, plain: Any) -> None:
+    edit = await client.edit(ops=[client.steer(1, VECTOR)], name="calm")
+    try:
+        assert str(edit) == "<the edit 'calm'>"
+        (local,) = await vllm_model.generate([PROMPT], **GREEDY)
+        assert local.outputs[0].token_ids == steered.ids
+        async with client.trace(PROMPT, **GREEDY) as tracer:
+            streams = [].save()
+            for _ in tracer.iter[:]:
+                streams.append(client.model.layers[2].resid_post[-1])
+        assert (await tracer.result).outputs[0].token_ids == steered.ids
+        torch.testing.assert_close(torch.stack(await streams), steered.streams[2][len(PROMPT) - 1 :], **CLOSE)
+        (without,) = await client.generate([PROMPT], edits=[], **GREEDY)
+        assert without.outputs[0].token_ids == plain.ids
+        with pytest.raises(TypeError, match="captures with a block"):
+            await client.edit(ops=[client.capture(1, "h")])
+        with pytest.raises(LocationError):
+            await client.edit(ops=[replace(client.steer(1, VECTOR), path="model.norm")])
+    finally:
+        await edit.clear()
+    (after,) = await client.generate([PROMPT], **GREEDY)
+    assert after.outputs[0].token_ids == plain.ids
+    assert not vllm_model.edits
 
 
 async def test_a_server_declares_operations_anew(client: VLLM, data_server: Server) -> None:
