@@ -172,7 +172,7 @@ def assert_ended_as_in_transformers(task: Task, outcome: Outcome, oracle: Replay
 def assert_close(got: Any, wanted: Any) -> None:
     if isinstance(wanted, torch.Tensor):
         assert got.shape == wanted.shape
-        torch.testing.assert_close(got, wanted.to(got.dtype), **CLOSE)
+        torch.testing.assert_close(got, wanted.to(got.dtype), rtol=CLOSE["rtol"], atol=_noise(wanted))
     elif isinstance(wanted, dict):
         assert got.keys() == wanted.keys()
         for name, value in wanted.items():
@@ -183,6 +183,15 @@ def assert_close(got: Any, wanted: Any) -> None:
             assert_close(one, other)
     else:
         assert got == wanted
+
+
+def _noise(wanted: torch.Tensor) -> float:
+    """How far an element may be off: a row is made of sums of its largest values, each with the error of a float32.
+
+    Batches of other sizes, as after a preemption, sum in another order: of 170 such errors, 2e-5 of the largest value.
+    """
+    finite = wanted[wanted.isfinite()].abs() if wanted.is_floating_point() else wanted.new_empty(0)
+    return max(CLOSE["atol"], 2e-5 * float(finite.max())) if len(finite) else CLOSE["atol"]
 
 
 # -- the properties ----------------------------------------------------------------------------------------------------

@@ -29,6 +29,9 @@ from nnsight_async.worker.composition import Composition
 from nnsight_async.worker.outbox import Outbox
 from tests.worker.causal import VOCABULARY, Causal, Part
 
+PATIENCE = 600.0
+"""Seconds that a turn of a block may take: a machine may stand still for some, or collect its garbage meanwhile."""
+
 
 class Letters(Outbox):
     """An outbox whose messages stay here, encoded and decoded as on their way."""
@@ -121,10 +124,10 @@ class Simulation:
         run = Run(Request({"prompt_token_ids": list(prompt)}, params), block)
         if edit is not None:
             run.ride([Installed(from_function(edit), None, rowwise=False)])
-            self.blocks.install(run.edits[0].number, Edit(run.edits[0].block.payload, rowwise=False), 60.0)
+            self.blocks.install(run.edits[0].number, Edit(run.edits[0].block.payload, rowwise=False), PATIENCE)
         if run.has_blocks:
             payload, edits = block and block.payload, tuple(each.number for each in run.edits)
-            Shipment((run.key,), payload, 1 << 30, 5.0, edits).onto(params)
+            Shipment((run.key,), payload, 1 << 30, PATIENCE, edits).onto(params)
         served = Served(f"request {len(self.requests)}", list(prompt), max_tokens, stops_below, run, params)
         self.requests[served.name] = served
         return served
