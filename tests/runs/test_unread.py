@@ -132,6 +132,16 @@ def test_the_values_of_a_run_are_those_of_its_newest_step() -> None:
     assert float(ledger.values["a"]) == 2.0
 
 
+def test_a_name_that_later_steps_do_not_save_stays() -> None:
+    ledger = Ledger()
+    ledger.file(message(0)[2])
+    ledger.file(message(1, a=torch.arange(RUNS).float())[2])
+    ledger.let_out(0)
+    ledger.let_out(1)
+    assert float(ledger.values["a"]) == 2.0
+    assert ledger.values["h"].tolist() == [2.0] * 4
+
+
 def test_a_message_that_is_parted_keeps_nothing_of_runs_that_are_gone() -> None:
     received = message()
     one, brought = received[0], received[0].brought

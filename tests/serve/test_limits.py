@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -14,8 +15,11 @@ import pytest
 import torch
 import uvicorn
 
+from nnsight_async.runs.edit import of_operations
+from nnsight_async.runs.ops import Op, Vector
 from nnsight_async.serve import plain
-from nnsight_async.serve.access import Gate, single
+from nnsight_async.serve.access import ANYONE, Gate, single
+from nnsight_async.serve.edits import ServedEdits
 from nnsight_async.serve.server import LONGEST_HEAD, patient
 from nnsight_async.serve.uploads import Refused, Uploads
 
@@ -202,3 +206,25 @@ def test_json_has_so_many_numbers(value: Any) -> None:
     with pytest.raises(ValueError, match="numbers; as JSON"):
         plain.saved({"x": value})
     assert plain.saved({"x": torch.ones(2)}) == {"x": [1.0, 1.0]}
+
+
+@pytest.mark.parametrize("room", [255, 256])
+async def test_vectors_of_an_edit_count_as_what_its_key_has_sent(room: int) -> None:
+    installed: list[Any] = []
+
+    async def ainstall(edit: Any) -> None:
+        installed.append(edit)
+
+    vector = Vector.of(torch.ones(64))
+    edit = of_operations((Op("steer", "layers.0", vector, 1.0, 0.0), Op("steer", "layers.1", vector, 2.0, 0.0)), "calm")
+    engine: Any = SimpleNamespace(edits=SimpleNamespace(installed=installed))
+    model: Any = SimpleNamespace(ainstall=ainstall)
+    uploads = Uploads(room)
+    edits = ServedEdits(model, engine, uploads, 5)
+    if room < 256:
+        with pytest.raises(Refused):
+            await edits.install(edit, ANYONE)
+        assert not installed
+    else:
+        await edits.install(edit, ANYONE)
+        assert uploads.held(ANYONE.name) == 256

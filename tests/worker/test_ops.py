@@ -106,6 +106,7 @@ def test_positions_are_those_of_the_request_though_it_is_computed_again() -> Non
     assert worker.step(0, "a", rows=4)[:4] == first
     assert [worker.step(position, "a") for position in (4, 5, 6)] == [[[1.0]], [[2.0]], [[1.0]]]
     assert worker.step(0, "a", rows=6)[:6] == [*first, 1.0, 2.0]
+    assert [worker.step(position, "a") for position in (6, 7, 1, 2)] == [[[1.0]], [[1.0]], [[2.0]], [[1.0]]]
 
 
 def test_requests_share_vectors_and_past_the_room_for_them_one_fails_alone() -> None:
